@@ -199,9 +199,12 @@ class HFFormat:
         has_attention_bias = self.biases == "attention_bias" and bool(fields.take(attention_flag, False))
         has_qkv_bias = has_attention_bias or self.biases == "qkv"
         num_heads = fields.take("num_attention_heads")
+        num_layers = fields.take("num_hidden_layers")
+        if num_layers < 1:  # checked before families look for a layer
+            raise ModelError(f"config.json of {self.architecture}: num_hidden_layers must be at least 1, got 0.")
         return {
             "vocab_size": fields.take("vocab_size"),
-            "num_layers": fields.take("num_hidden_layers"),
+            "num_layers": num_layers,
             "embed_dim": fields.take("hidden_size"),
             "intermediate_dim": fields.take("intermediate_size"),
             "max_seq_len": fields.take("max_position_embeddings"),

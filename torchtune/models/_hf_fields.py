@@ -34,6 +34,8 @@ _COUNTS = """num_attention_heads num_key_value_heads head_dim num_hidden_layers 
 # Largest value of each integer field; a description has lower limits for sizes.
 _WHOLE = dict.fromkeys(_SIZES.split(), 2**40) | dict.fromkeys(_COUNTS.split(), 2**16)
 _WHOLE["shared_intermediate_size"] = 2**22
+# Largest value of other integer fields, which a description limits further.
+_LARGEST = 2**40
 _NUMBERS = frozenset(
     """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
     router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
@@ -104,7 +106,8 @@ class Fields:
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a field's value, or the default if it is absent or ``null``; for a flag, ``null`` means false.
 
-        Later, :meth:`refuse_unread` does not refuse this field.
+        The type of a field is in the tables above or, for other fields, that of the default. Later,
+        :meth:`refuse_unread` does not refuse this field.
 
         Raises:
             ModelError: the field is absent and has no default, or has the wrong type.
@@ -117,15 +120,20 @@ class Fields:
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
             return default
-        if name in _WHOLE:
-            self._expect(is_whole(value, _WHOLE[name]), name, value, f"a whole number from 0 to {_WHOLE[name]:,}")
-            return int(value)
-        if name in _NUMBERS:
-            self._expect(is_number(value), name, value, "a finite number")
-        elif name in _FLAGS:
+        if name in _FLAGS:
             self._expect(isinstance(value, bool) or value in (0, 1), name, value, "true or false")
         elif name in _OBJECTS:
             self._expect(isinstance(value, Mapping), name, value, "an object")
+        elif name in _NUMBERS:
+            self._expect(is_number(value), name, value, "a finite number")
+        elif name in _WHOLE or type(default) is int:
+            most = _WHOLE.get(name, _LARGEST)
+            self._expect(is_whole(value, most), name, value, f"a whole number from 0 to {most:,}")
+            return int(value)
+        elif type(default) is float:
+            self._expect(is_number(value), name, value, "a finite number")
+        elif type(default) is bool:  # published files have numbers in some of these fields, of which 0 is false
+            self._expect(is_number(value) or isinstance(value, bool), name, value, "true or false")
         return value
 
     def skip(self, *names: str) -> None:
@@ -166,7 +174,10 @@ class Fields:
 
     def typed(self, name: str, default: Any) -> Any:
         """Return a field's value in the type of its default; a list of equal numbers counts as one number."""
-        value = self.take(name, default)
+        self._seen.add(name)
+        value = self.peek(name)
+        if value is None:
+            value = default
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if type(default) is int:

@@ -1,6 +1,6 @@
 """Read and write the ``config.json`` of vision-language models."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +11,8 @@ from torchtune.models._hf_fields import (
     HF_ACTIVATIONS,
     Fields,
     architecture_of,
+    format_value,
+    is_number,
     is_whole,
     no_values,
 )
@@ -104,20 +106,20 @@ class ImageTextFormat:
         is_tied = config.get("tie_word_embeddings", text_config.get("tie_word_embeddings", self.tied))
         text = self.text.read({**text_config, "tie_word_embeddings": bool(is_tied)}, ignore_fields)
 
-        rope = vision_fields.take("rope_parameters", {})
+        rope_base = vision_fields.take("rope_theta", self.rope_base)
+        rope_base = vision_fields.take("rope_parameters", {}).get("rope_theta", rope_base)
+        if not is_number(rope_base):
+            raise vision_fields.refusal("rope_parameters.rope_theta", rope_base)
         values: dict[str, Any] = {
             "output_dim": text.embed_dim,
             "merge_norm_eps": text.norm_eps,
-            "rope_base": float(rope.get("rope_theta", vision_fields.take("rope_theta", self.rope_base))),
+            "rope_base": float(rope_base),
             **self.fixed,
+            **_read_table(vision_fields, self.tower_fields),
+            **_read_table(outer_fields, self.outer_fields),
         }
-        for fields, table in ((vision_fields, self.tower_fields), (outer_fields, self.outer_fields)):
-            for name, attribute, default in table:
-                if isinstance(default, str):
-                    values[attribute] = fields.choice(name, HF_ACTIVATIONS, default)
-                else:
-                    values[attribute] = fields.typed(name, default)
-        tower = VisionDescription(**{**values, **self.read_vision(vision_fields, values, outer_fields)})
+        values |= self.read_vision(vision_fields, values, outer_fields)
+        tower = VisionDescription(**values)
         vision_fields.require(**{name: getattr(tower, attribute) for name, attribute in self.derived.items()})
         vision_fields.refuse_unread()
         outer_fields.refuse_unread()
@@ -133,8 +135,8 @@ class ImageTextFormat:
         valid = isinstance(sections, list | tuple) and all(is_whole(size, num_pairs) for size in sections)
         if not valid or len(sections) != 3 or sum(sections) != num_pairs:
             raise ModelError(
-                f"config.json of {self.architecture} has mrope_section = {sections}, which are not three numbers with "
-                f"the sum {num_pairs}."
+                f"config.json of {self.architecture} has mrope_section = {format_value(sections)}, which are not three "
+                f"numbers with the sum {num_pairs}."
             )
         axes = []
         if not self.mrope_interleaved:
@@ -187,6 +189,19 @@ class ImageTextFormat:
         if reread != d:
             raise ModelError(f"A config.json of {self.architecture} cannot express {d}, only {reread}.")
         return config
+
+
+def _read_table(fields: Fields, table: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Read the fields of a table: (name in the file, name in the description, default)."""
+    values = {}
+    for name, attribute, default in table:
+        if isinstance(default, str):
+            values[attribute] = fields.choice(name, HF_ACTIVATIONS, default)
+            continue
+        values[attribute] = fields.typed(name, default)
+        if attribute in ("patch_size", "merge") and values[attribute] < 1:  # other sizes are divided by these
+            raise fields.refusal(name, values[attribute])
+    return values
 
 
 def read_config(

@@ -132,7 +132,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _read_sizes(fields: Fields, sizes: tuple[tuple[str, str, Any], ...]) -> dict[str, Any]:
-    return {field: type(default)(fields.take(name, default)) for name, field, default in sizes}
+    return {attribute: type(default)(fields.take(name, default)) for name, attribute, default in sizes}
 
 
 def _write(d: Description) -> dict[str, Any]:
