@@ -19,18 +19,27 @@ TEMPLATES = RECIPES / "templates"
 
 # Settings that everybody changes: configs show them, whatever their value.
 _ALWAYS_SHOWN = {
-    *("batch_size", "gradient_accumulation_steps", "epochs", "dtype", "enable_activation_checkpointing", "compile"),
-    *("max_new_tokens", "temperature", "kd_ratio", "expert_parallel_dim"),
+    "batch_size",
+    "compile",
+    "dtype",
+    "enable_activation_checkpointing",
+    "epochs",
+    "expert_parallel_dim",
+    "gradient_accumulation_steps",
+    "kd_ratio",
+    "max_new_tokens",
+    "temperature",
 }
-# Bytes of weights, gradients and optimizer states that a device of 80 GB has room for, and those of a frozen parameter.
-_ROOM = 64e9
-_FROZEN = 2
-# A teacher has so many times as many parameters as its student, and nearly as many tokens: embeddings of one vocabulary
-# are padded to different multiples.
+# Bytes of weights, gradients and optimizer states that a device of 80 GB has room for: the others are activations'.
+_DEVICE_BYTES = 64e9
+# Bytes of a frozen parameter, in bf16.
+_FROZEN_BYTES = 2
+# A teacher has at least so many times as many parameters as its student, and nearly as many tokens: embeddings of one
+# vocabulary are padded to different multiples.
 _TEACHER_RATIO = 1.5
-_PADDING = 0.005
+_PADDING_RATIO = 0.005
 # Templates of methods for models with images.
-_OF_IMAGES = (
+_IMAGE_TEMPLATES = (
     "full_finetune_distributed",
     "full_finetune_single_device",
     "lora_finetune_distributed",
@@ -39,7 +48,7 @@ _OF_IMAGES = (
 
 
 class _Template(string.Template):
-    """``@name`` is filled in; ``$`` belongs to YAML's own references."""
+    """Template in which ``@name`` is filled in; ``$`` belongs to the references of a config (``${output_dir}``)."""
 
     delimiter = "@"
 
@@ -82,9 +91,9 @@ def builder(model: str) -> str:
     return models()["models"][model].get("builder") or model.lower().translate(str.maketrans("/.", "__"))
 
 
-def _holds(range_: dict[str, Any], count: int) -> bool:
-    """Return whether a number of parameters is in a range of the table of methods."""
-    return float(range_.get("from", 0)) <= count < float(range_.get("below", "inf"))
+def _is_in_range(limits: dict[str, Any], num_parameters: int) -> bool:
+    """Return whether a number of parameters is within the limits ``from`` and ``below`` in the table of methods."""
+    return float(limits.get("from", 0)) <= num_parameters < float(limits.get("below", "inf"))
 
 
 @functools.cache
@@ -93,22 +102,27 @@ def usual_methods(model: str) -> list[str]:
     row = models()["models"][model]
     if "configs" in row:
         return row["configs"]
-    count = sizes()[model]["parameters"]
-    return [method for method, entry in methods().items() if entry.get("fits") and _holds(entry["fits"], count)]
+    num_parameters = sizes()[model]["parameters"]
+    fitting = []
+    for method, entry in methods().items():
+        if entry.get("fits") and _is_in_range(entry["fits"], num_parameters):
+            fitting.append(method)
+    return fitting
 
 
-def _values_of(model: str, method: str) -> dict[str, Any]:
-    """Return what a method's template asks for, as a model has it."""
+def _method_values(model: str, method: str) -> dict[str, Any]:
+    """Return the values of a method's template for a model: those of the method, of the model's size, of the model."""
     values = dict(methods()[method])
     size = sizes()[model]
     for rule in values.get("sizes", []):
-        if _holds(rule, size["parameters"]) and not (size["experts"] and rule.get("dense")):
+        is_for_dense_only = rule.get("dense", False)
+        if _is_in_range(rule, size["parameters"]) and not (size["experts"] and is_for_dense_only):
             values |= rule
     return values | models()["models"][model].get("changes", {}).get(method, {})
 
 
-def _common(model: str) -> dict[str, str]:
-    """Return what templates read of a model."""
+def _model_values(model: str) -> dict[str, str]:
+    """Return the values of a model in templates."""
     row = models()["models"][model]
     family, _, size = model.partition("/")
     title = row.get("title") or f"{models()['families'][family]['title']} {size.replace('_', '-')}"
@@ -126,18 +140,18 @@ def _common(model: str) -> dict[str, str]:
 def select_parts(text: str, parts: Iterable[str]) -> str:
     """Return a template without the parts that a config lacks: #if PART or #if not PART, then #else, then #end."""
     lines = []
-    open_ = [True]
+    conditions: list[bool] = []  # of the #if in which a line stands, the innermost last
     for line in text.splitlines(keepends=True):
         match line.split():
             case ["#if", "not", part]:
-                open_.append(part not in parts)
+                conditions.append(part not in parts)
             case ["#if", part]:
-                open_.append(part in parts)
+                conditions.append(part in parts)
             case ["#else"]:
-                open_[-1] = not open_[-1]
+                conditions[-1] = not conditions[-1]
             case ["#end"]:
-                open_.pop()
-            case _ if all(open_):
+                conditions.pop()
+            case _ if all(conditions):
                 lines.append(line)
     return "".join(lines)
 
@@ -155,54 +169,76 @@ def render(
         is_for_any_model: build model and teacher from the ``config.json`` of their checkpoints; they are examples.
         **changes: of the values of the method.
     """
-    values = (dict(methods()[method]) if is_for_any_model else _values_of(model, method)) | changes
-    row = models()["models"][model]
-    shared = _common(model)
-    parts = {*values.get("is", []), *row.get("is", [])}
+    model_values = _model_values(model)
+    if is_for_any_model:
+        values = {**methods()[method], **changes}
+        model_values["weights"] = "${model.checkpoint_dir}"
+        tokenizer = "hf"
+    else:
+        values = {**_method_values(model, method), **changes}
+        model_values["weights"] = model_values["dir"]
+        tokenizer = models()["families"].get(model_values["family"], {}).get("tokenizer", "hf")
+
+    parts = {*values.get("is", []), *models()["models"][model].get("is", [])}
     if sizes()[model]["experts"]:
         parts.add("experts")
     if values.get("adapter") == "qlora":
         parts.add("qlora")
     if is_for_any_model:
         parts.add("any")
+
     if "image_tokens" in parts and "tensor" in values:
-        values |= {"tensor": 1}
-    devices = "devices" in parts
+        values["tensor"] = 1  # models with images have no tensor parallelism
+    values["name"] = name
     values["group"] = sizes()[model].get("group")
-    values |= {
-        "name": name,
-        "where": "several devices" if devices else "one device",
-        "run": f"tune run --nproc-per-node {values['processes']}" if devices else "tune run",
-        "trained": "adapters of " if "adapters" in parts else "",
-    }
+    values["trained"] = "adapters of " if "adapters" in parts else ""
+    if "devices" in parts:
+        values["where"] = "several devices"
+        values["run"] = f"tune run --nproc-per-node {values['processes']}"
+    else:
+        values["where"] = "one device"
+        values["run"] = "tune run"
     if teacher:
-        values |= {f"teacher_{key}": value for key, value in _common(teacher).items()}
+        for key, value in _model_values(teacher).items():
+            values[f"teacher_{key}"] = value
         values["teacher_weights"] = "${teacher_model.checkpoint_dir}" if is_for_any_model else values["teacher_dir"]
-    shared["weights"] = "${model.checkpoint_dir}" if is_for_any_model else shared["dir"]
-    tokenizer = "hf" if is_for_any_model else models()["families"].get(shared["family"], {}).get("tokenizer", "hf")
-    filled = _Template((TEMPLATES / "tokenizers" / f"{tokenizer}.yaml").read_text()).substitute(
-        shared | {"dir": shared["weights"]}
-    )
+
+    tokenizer_template = _Template((TEMPLATES / "tokenizers" / f"{tokenizer}.yaml").read_text())
+    tokenizer_text = tokenizer_template.substitute({**model_values, "dir": model_values["weights"]})
     text = select_parts((TEMPLATES / f"{values['template']}.yaml").read_text(), parts)
-    text = _Template(text).substitute(shared | values, tokenizer=textwrap.indent(filled.rstrip(), "  "))
+    text = _Template(text).substitute(model_values | values, tokenizer=textwrap.indent(tokenizer_text.rstrip(), "  "))
     return _without_defaults(text, values["recipe"])
+
+
+def settings_fields(recipe_file: Path) -> dict[str, ast.expr | None]:
+    """Return the default of each field of a recipe's class ``Settings``; the file is parsed, not imported."""
+    defaults = {}
+    for node in ast.parse(recipe_file.read_text(encoding="utf-8")).body:
+        if not isinstance(node, ast.ClassDef) or node.name != "Settings":
+            continue
+        for field in node.body:
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                defaults[field.target.id] = field.value
+    return defaults
 
 
 @functools.cache
 def _default_settings(recipe: str) -> dict[str, Any]:
-    """Return setting -> default, read from the text of the recipe."""
-    tree = ast.parse((RECIPES / f"{recipe}.py").read_text(encoding="utf-8"))
-    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
-    fields = (node for node in settings.body if isinstance(node, ast.AnnAssign) and node.value is not None)
-    constants = (node for node in fields if isinstance(node.value, ast.Constant | ast.UnaryOp))
-    return {node.target.id: ast.literal_eval(node.value) for node in constants}
+    """Return the settings of a recipe whose default is a number, a text, a flag or None, with this default."""
+    defaults = {}
+    for name, default in settings_fields(RECIPES / f"{recipe}.py").items():
+        if isinstance(default, ast.Constant | ast.UnaryOp):
+            defaults[name] = ast.literal_eval(default)
+    return defaults
 
 
 def _without_defaults(text: str, recipe: str) -> str:
     """Return the config without the settings that repeat their default, but for those that are always shown."""
     defaults = _default_settings(recipe)
-    values = parse_yaml(text)
-    repeated = {name for name in defaults.keys() & values.keys() - _ALWAYS_SHOWN if values[name] == defaults[name]}
+    repeated = set()
+    for name, value in parse_yaml(text).items():
+        if name in defaults and value == defaults[name] and name not in _ALWAYS_SHOWN:
+            repeated.add(name)
     lines = text.splitlines(keepends=True)
     return "".join(line for line in lines if line.partition(":")[0] not in repeated)
 
@@ -228,7 +264,7 @@ def _teacher_of(model: str) -> str | None:
     for name, size in sizes().items():
         is_of_family = name.startswith(f"{family}/") and "arguments" not in models()["models"][name]
         is_larger = size["parameters"] >= _TEACHER_RATIO * student["parameters"]
-        if is_of_family and is_larger and abs(size["vocabulary"] / student["vocabulary"] - 1) < _PADDING:
+        if is_of_family and is_larger and abs(size["vocabulary"] / student["vocabulary"] - 1) < _PADDING_RATIO:
             teachers.append(name)
     return min(teachers, key=lambda name: sizes()[name]["parameters"], default=None)
 
@@ -256,7 +292,7 @@ def reason_against(model: str, method: str) -> str | None:
     if "arguments" in row:
         return f"{model} has no builder of its own: the configs any_* build any model"
     reads_images = not {"images", "image_tokens"}.isdisjoint(row.get("is", []))
-    trains_on_images = entry["template"] in _OF_IMAGES and "quantizer" not in parts
+    trains_on_images = entry["template"] in _IMAGE_TEMPLATES and "quantizer" not in parts
     if reads_images and not trains_on_images:
         return f"{model} reads images, which only configs of fine-tuning do: use its text decoder with a config any_*"
     if "dora" in parts and size["experts"]:
@@ -285,8 +321,8 @@ def _reason_of_memory(model: str, method: str, teacher: str | None) -> str | Non
     if teacher is not None:
         teacher_parameters = sizes()[teacher]["parameters"]
         described += f" and its teacher {teacher} {teacher_parameters / 1e9:.0f} billion"
-        needed += _FROZEN * teacher_parameters
-    if needed < _ROOM:
+        needed += _FROZEN_BYTES * teacher_parameters
+    if needed < _DEVICE_BYTES:
         return None
     stem = method.removesuffix("_single_device")
     for several in (stem, f"{stem}_distributed", f"{stem}_full"):

@@ -27,7 +27,7 @@ def download(
         UserError: the repository does not exist or access is denied, there is no network or no disk space, or another
             user owns ``output_dir``.
     """
-    from huggingface_hub import HfApi, constants, errors, snapshot_download
+    from huggingface_hub import HfApi, errors, snapshot_download
 
     if token is not None and not re.fullmatch(r"[!-~]*", token):
         raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
@@ -47,22 +47,40 @@ def download(
                     f"Repository '{repo_id}' holds GGUF files alone: download one of them, for example with "
                     f"`tune download {repo_id}`, and give the path of the file."
                 )
-        folder = snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token)
-    except errors.HFValidationError as error:
-        raise UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.") from error
-    except errors.GatedRepoError as error:
+        folder = Path(snapshot_download(repo_id, local_dir=output_dir, ignore_patterns=ignore_patterns, token=token))
+    except (errors.HFValidationError, errors.HTTPError, OSError) as error:
+        # An answer of the hub is final. Without one, files that were downloaded earlier are used.
+        has_answer = isinstance(error, errors.HFValidationError | errors.HfHubHTTPError)
+        cached_folder = None
+        if not has_answer and output_dir is None:
+            cached_folder = _cached(repo_id)
+        if cached_folder is None:
+            raise _explain(error, repo_id, output_dir, token) from error
+        return cached_folder
+    if output_dir is not None:
+        write_json(folder / REPO_ID_FILE, {"repo_id": repo_id})
+    return folder
+
+
+def _explain(error: Exception, repo_id: str, output_dir: Path | None, token: str | None) -> UserError:
+    """Return the error of a failed download, with what to do about it."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.HFValidationError):
+        return UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.")
+    if isinstance(error, errors.GatedRepoError):
+        reason = "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
         if token:
             reason = "the account of your token has no access: ask for it on the repository's page"
-        else:
-            reason = "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
-        raise UserError(f"Repository '{repo_id}' is gated, and {reason}.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
+        return UserError(f"Repository '{repo_id}' is gated, and {reason}.")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UserError(
             f"Repository '{repo_id}' not found on the Hugging Face Hub: check its spelling, or, if it is private, "
             "give --hf-token with a token that may read it."
-        ) from error
-    except errors.HfHubHTTPError as error:
+        )
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
+        remedy = "run the same command again later, it fetches only what is missing"
         if status in (401, 403):
             remedy = "give --hf-token, or set HF_TOKEN to a token that may read it"
         elif status == 429:
@@ -70,27 +88,17 @@ def download(
                 "it limits the number of requests, those without a token (HF_TOKEN) more strictly: run the same "
                 "command again in some minutes, it fetches only what is missing"
             )
-        else:
-            remedy = "run the same command again later, it fetches only what is missing"
-        raise UserError(
+        return UserError(
             f"Failed to download '{repo_id}': {constants.ENDPOINT} answered with status {status}: {remedy}."
-        ) from error
-    except (errors.HTTPError, OSError) as error:
-        cached_folder = _cached(repo_id) if output_dir is None else None
-        if cached_folder is not None:
-            return cached_folder
-        is_of_disk = isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC)
-        if is_of_disk:
-            raise UserError(
-                f"Failed to write '{repo_id}' to {output_dir or constants.HF_HUB_CACHE}: {error.strerror}."
-            ) from error
-        raise UserError(
-            f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({_first_line(error, token)}): "
-            "check the network and run the same command again, it fetches only what is missing."
-        ) from error
-    if output_dir is not None:
-        write_json(Path(folder) / REPO_ID_FILE, {"repo_id": repo_id})
-    return Path(folder)
+        )
+    # Errors of the network are also OSErrors, but have no file, and another number than that of a full disk.
+    is_of_disk = isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC)
+    if is_of_disk:
+        return UserError(f"Failed to write '{repo_id}' to {output_dir or constants.HF_HUB_CACHE}: {error.strerror}.")
+    return UserError(
+        f"Failed to download '{repo_id}': no connection to {constants.ENDPOINT} ({_first_line(error, token)}): "
+        "check the network and run the same command again, it fetches only what is missing."
+    )
 
 
 def find_folder(path: str | Path) -> tuple[Path, str | None]:

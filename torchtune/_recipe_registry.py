@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtune._config_templates import config_on_demand, parse_yaml
+from torchtune._config_templates import config_on_demand, parse_yaml, settings_fields
 from torchtune.utils import UserError
 
 ROOT = Path(__file__).resolve().parents[1] / "recipes"
@@ -163,7 +163,7 @@ _FORMER = {
 }
 
 
-# Prefix of a name -> what a run under this name must have.
+# (prefix of a name, what a run under this name must have). Several rows can apply.
 _PROMISES = (
     ("lora_", "adapters"),
     ("knowledge_", "adapters"),
@@ -226,15 +226,11 @@ def settings_of_recipe(recipe: Recipe) -> dict[str, str]:
     return _settings_in(recipe.path)
 
 
-@functools.cache
+@functools.cache  # checks ask for all recipes, once per setting
 def _settings_in(path: Path) -> dict[str, str]:
     defaults = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name == "Settings":
-            for field_node in node.body:
-                if isinstance(field_node, ast.AnnAssign) and isinstance(field_node.target, ast.Name):
-                    value = field_node.value
-                    defaults[field_node.target.id] = "None" if value is None else ast.unparse(value)
+    for name, default in settings_fields(path).items():
+        defaults[name] = "None" if default is None else ast.unparse(default)
     return defaults
 
 

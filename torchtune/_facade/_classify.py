@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtune import training
-from torchtune._facade._origin import unwrap
+from torchtune._facade._load_model import unwrap
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Message, MessageLike, collate_documents
 from torchtune.datasets import MULTI_LABEL, REGRESSION, ClassificationTransform
 from torchtune.modules import text_decoder
@@ -69,8 +69,8 @@ def classify(
     decoder.eval()
     try:
         for start in range(0, len(rows), _BATCH_SIZE):
-            batch = collate_documents(rows[start : start + _BATCH_SIZE])
-            index = batch.find_labels()  # the last token of each text
+            batch = collate_documents(rows[start : start + _BATCH_SIZE])  # the n texts of a batch, one after another
+            index = batch.find_labels()  # [n], the last token of each text
             batch = batch.to(decoder.tok_embeddings.weight.device)
             hidden = decoder(**batch.model_inputs(), output="hidden")  # [1, s, d]
             logits = decoder.output(hidden[0].index_select(0, index.to(hidden.device)))  # [n, c]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchtune import training
-from torchtune._facade._origin import ORIGINS, unwrap
+from torchtune._facade._load_model import ORIGINS, unwrap
 from torchtune.data import Message, MessageLike, as_messages
 from torchtune.generation import (
     GenerationError,
@@ -26,8 +26,8 @@ from torchtune.utils import get_logger
 # A text is a user turn, messages are a conversation, token ids are continued unchanged.
 Prompt = str | Sequence[MessageLike] | Sequence[int]
 _DEFAULT_LENGTH = 512
-_MAX_SEQUENCES = 16
-_SAMPLED_IDS = 64
+_MAX_SEQUENCES = 16  # answers that are generated at a time
+_SAMPLED_IDS = 64  # tokens that are compared between two tokenizers
 
 
 def generate(

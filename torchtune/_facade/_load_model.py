@@ -1,13 +1,15 @@
 """Load a model and its tokenizer from a folder or the hub."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from torchtune import checkpoints, training, utils
-from torchtune._facade._origin import ORIGINS, Origin
 from torchtune._hub import find_folder
 from torchtune.checkpoints import (
     CheckpointError,
@@ -30,6 +32,29 @@ from torchtune.training.parallel import shard_for_inference
 from torchtune.utils import UserError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Source of a model's weights, and the checkpoint's tokenizer."""
+
+    source: ModelSource
+    tokenizer: Any
+
+
+# The origin of each loaded model. A registry and not attributes, so that a copy or pickle of a model does not contain
+# file paths.
+ORIGINS: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile``, DataParallel and DistributedDataParallel wrappers."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return unwrap(model.module)
+    # The class of compiled modules is not asked for, because its package takes a second to import.
+    if hasattr(model, "_orig_mod"):
+        return unwrap(model._orig_mod)
+    return model
 
 
 def load(
@@ -143,6 +168,7 @@ def _load(
     shards: Literal["layers", "parameters"] | None = None,
 ) -> tuple[TransformerDecoder, HuggingFaceModelTokenizer]:
     """Load a model and its tokenizer; see :func:`load`. ``source_type`` reads the weights."""
+    # The folder of the base weights, and that of the adapter or of other parameters of conversions.
     folder, repo_id = find_folder(path)
     adapter_path: str | Path | None = None
     conversions: list[Conversion] = []
@@ -173,9 +199,8 @@ def _load(
         if adapter_dir.parent.resolve() == folder.resolve():
             raise CheckpointError(f"adapter: the weights in {path} have {adapter_dir} merged in: give path alone.")
 
-    if device is not None:
-        device = str(device)
-    torch_device = utils.get_device(device)
+    # The model, converted before any weight exists.
+    torch_device = utils.get_device(None if device is None else str(device))
     with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
@@ -185,6 +210,8 @@ def _load(
         apply_conversions(model, conversions)
     if conversions:
         ModelWeights(model).check_names(exported=True)
+
+    # The weights, read into the parameters, of which each rank may have a shard.
     adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
     source = source_type(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
@@ -203,6 +230,7 @@ def _build_model(folder: Path, adapter_dir: Path | None, *, images: bool) -> Tra
     num_classes = 0
     if adapter_dir is not None and has_adapter(adapter_dir):
         num_classes = num_classes_of_adapter(adapter_dir)
+    # A base that is a classifier has a head of its own.
     if num_classes == 0 or from_hf_config(folder).description.is_classifier:
         return from_hf_config(folder, images=images)
     return classifier_model(num_classes, "torchtune.models.from_hf_config", checkpoint_dir=folder)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torchtune._facade._origin import ORIGINS, unwrap
+from torchtune._facade._load_model import ORIGINS, unwrap
 from torchtune.checkpoints import MARKER, CheckpointError, CheckpointStore, Contents, ModelSource
 from torchtune.modules.peft import owned_parameters
 from torchtune.training.parallel import Ranks

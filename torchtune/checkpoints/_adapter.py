@@ -676,7 +676,7 @@ def _expand_fused_adapters(
         expected_a, expected_b = group.to_external([weights.specs[tune] for tune in group.tune])
         lora_a, lora_b = pair
         if (lora_a.shape[0] * count, lora_b.shape[1] * count) == (expected_a.shape[0], expected_b.shape[1]):
-            tensors.update(zip(group.external, group.op.spread(pair, group.description), strict=True))
+            tensors.update(zip(group.external, group.op.to_block_diagonal(pair, group.description), strict=True))
 
 
 def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:

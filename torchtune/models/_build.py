@@ -38,48 +38,6 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu2": SquaredReLU,
 }
-# RoPE scaling class -> module, and (argument of the module, field of the scaling).
-_ROPES: dict[type, tuple[type[RotaryPositionalEmbeddings], tuple[tuple[str, str], ...]]] = {
-    type(None): (RotaryPositionalEmbeddings, ()),
-    LinearRopeScaling: (RotaryPositionalEmbeddings, (("stretch", "factor"),)),
-    Llama3RopeScaling: (
-        ScaledRotaryPositionalEmbeddings,
-        (
-            ("scale_factor", "factor"),
-            ("low_freq_factor", "low_freq_factor"),
-            ("high_freq_factor", "high_freq_factor"),
-            ("old_context_len", "original_max_seq_len"),
-        ),
-    ),
-    ProportionalRopeScaling: (
-        ProportionalRotaryPositionalEmbeddings,
-        (("fraction", "fraction"), ("factor", "factor")),
-    ),
-    DynamicRopeScaling: (
-        DynamicRotaryPositionalEmbeddings,
-        (("factor", "factor"), ("original_max_seq_len", "original_max_seq_len")),
-    ),
-    YarnRopeScaling: (
-        YarnRotaryPositionalEmbeddings,
-        (
-            ("factor", "factor"),
-            ("original_max_seq_len", "original_max_seq_len"),
-            ("beta_fast", "beta_fast"),
-            ("beta_slow", "beta_slow"),
-            ("truncate", "truncate"),
-            ("magnitude", "magnitude"),
-        ),
-    ),
-    LongRopeScaling: (
-        LongRotaryPositionalEmbeddings,
-        (
-            ("short_factors", "short_factors"),
-            ("long_factors", "long_factors"),
-            ("original_max_seq_len", "original_max_seq_len"),
-            ("magnitude", "magnitude"),
-        ),
-    ),
-}
 
 
 def build(description: Description, spec: ModelSpec | None = None) -> TransformerDecoder:
@@ -103,9 +61,19 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
     if spec is not None and spec.builder is not None:
         return spec.builder(description, spec)
     d = description
-    ropes = _ropes(d)  # the same objects in all layers
+    rope, window_rope = _rotary_embeddings(d)  # the same two objects in all layers
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
-    layers = nn.ModuleList([_layer(d, layer, ropes) for layer in range(d.num_layers)])
+    # The order in which modules are built decides about their random weights.
+    layers = nn.ModuleList([_layer(d, layer, rope, window_rope) for layer in range(d.num_layers)])
+    output = _output(d, embeddings)
+    layer_embeddings = None
+    if d.layer_embed_dim:
+        width = d.num_layers * d.layer_embed_dim
+        layer_embeddings = LayerEmbeddings(
+            embeddings=nn.Embedding(d.layer_embed_vocab, width),
+            projection=nn.Linear(d.embed_dim, width, bias=False),
+            norm=_norm(d, d.layer_embed_dim),
+        )
     model = TransformerDecoder(
         tok_embeddings=embeddings,
         layers=layers,
@@ -113,10 +81,10 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         num_heads=d.num_heads,
         head_dim=d.head_dim,
         norm=_norm(d, d.embed_dim),
-        output=_output(d, embeddings),
+        output=output,
         embed_scale=d.embed_scale,
         hidden_scale=d.hidden_scale,
-        layer_embeddings=_layer_embeddings(d) if d.layer_embed_dim else None,
+        layer_embeddings=layer_embeddings,
         kv_sources={layer: d.kv_source(layer) for layer in d.shared_kv},
     )
     model.description = description
@@ -125,6 +93,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
 
 
 def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
+    """Build the output projection to classes or to the vocabulary."""
     if d.is_classifier:
         return ClassifierHead(d.embed_dim, d.num_classes)
     if d.tie_word_embeddings:
@@ -138,24 +107,6 @@ def _norm(d: Description, dim: int) -> RMSNorm:
     return RMSNorm(dim, d.norm_eps, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
 
 
-def _layer_embeddings(d: Description) -> LayerEmbeddings:
-    width = d.num_layers * d.layer_embed_dim
-    return LayerEmbeddings(
-        embeddings=nn.Embedding(d.layer_embed_vocab, width),
-        projection=nn.Linear(d.embed_dim, width, bias=False),
-        norm=_norm(d, d.layer_embed_dim),
-    )
-
-
-def _layer_embedding(d: Description) -> LayerEmbedding:
-    return LayerEmbedding(
-        embed_gate=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
-        embed_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
-        norm=_norm(d, d.embed_dim),
-        activation=ACTIVATIONS[d.activation](),
-    )
-
-
 def _residual_scale(d: Description, scale: float) -> nn.Module | None:
     """Return the norm or constant factor of the outputs of attention and feed-forward, before the residual addition."""
     if d.has_post_norm:
@@ -165,47 +116,65 @@ def _residual_scale(d: Description, scale: float) -> nn.Module | None:
 
 
 def _layer(
-    d: Description, layer: int, ropes: tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]
+    d: Description, layer: int, rope: RotaryPositionalEmbeddings, window_rope: RotaryPositionalEmbeddings
 ) -> TransformerSelfAttentionLayer:
-    # The order in which modules are built decides about their random weights.
-    mixer = d.mixer.build(d.embed_dim, d.norm_eps) if layer in d.mixer_layers else None
-    attn = _attention(d, layer, ropes) if layer in d.attn_layers else None
-    if attn is None:  # the mixer takes the place of attention
+    mixer = None
+    if layer in d.mixer_layers:
+        mixer = d.mixer.build(d.embed_dim, d.norm_eps)
+    if layer not in d.attn_layers:
+        # The mixer takes the place of attention. A layer may have neither.
         attn = mixer
         mixer = None
+    elif d.kv_latent_dim:
+        attn = _latent_attention(d, layer, rope)
+    else:
+        attn = _attention(d, layer, window_rope if layer in d.window_layers else rope)
+
+    mlp: FeedForward | MoE | None = None
+    if layer in d.expert_layers:
+        mlp = _mixture_of_experts(d)
+    elif layer in d.mlp_layers:
+        intermediate_dim = d.intermediate_dim
+        if layer in d.shared_kv and d.shared_kv_intermediate_dim:
+            intermediate_dim = d.shared_kv_intermediate_dim
+        mlp = feed_forward(d, intermediate_dim, d.mlp_gate_scale)
+
+    layer_embed = None
+    if d.layer_embed_dim:
+        layer_embed = LayerEmbedding(
+            embed_gate=nn.Linear(d.embed_dim, d.layer_embed_dim, bias=False),
+            embed_proj=nn.Linear(d.layer_embed_dim, d.embed_dim, bias=False),
+            norm=_norm(d, d.embed_dim),
+            activation=ACTIVATIONS[d.activation](),
+        )
     return TransformerSelfAttentionLayer(
         attn,
-        _mlp(d, layer),
+        mlp,
         sa_norm=_norm(d, d.embed_dim) if layer in d.sa_norm_layers else None,
         mlp_norm=_norm(d, d.embed_dim) if layer in d.mlp_norm_layers else None,
         sa_scale=_residual_scale(d, d.attn_out_scale),
         mlp_scale=_residual_scale(d, d.mlp_out_scale),
-        layer_embed=_layer_embedding(d) if d.layer_embed_dim else None,
+        layer_embed=layer_embed,
         layer_scale=OutputScale() if d.layer_scale else None,
         mixer=mixer,
     )
 
 
-def _mlp(d: Description, layer: int) -> FeedForward | MoE | None:
-    if layer in d.mlpless_layers:
-        return None
-    if layer in d.expert_layers:
-        return _mixture(d)
-    intermediate_dim = d.intermediate_dim
-    if layer in d.shared_kv and d.shared_kv_intermediate_dim:
-        intermediate_dim = d.shared_kv_intermediate_dim
-    return feed_forward(d, intermediate_dim, d.mlp_gate_scale)
-
-
 def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAttention:
     # Norms of latents have this eps in all families, whatever the eps of the other norms.
     norm = partial(RMSNorm, eps=1e-6, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
+    q_down_proj = None
+    q_down_norm = None
+    if d.q_latent_dim:
+        q_down_proj = nn.Linear(d.embed_dim, d.q_latent_dim, bias=d.q_bias)
+        q_down_norm = norm(d.q_latent_dim)
     q_input_dim = d.q_latent_dim or d.embed_dim
     unrotated_dim = d.head_dim - d.rope_dim
     scale = d.attn_scale
     if not scale:
         scale = d.head_dim**-0.5
         if isinstance(d.rope_scaling, YarnRopeScaling):
+            # Elsewhere, YaRN's magnitude scales cosine and sine. Here, most channels of a key are not rotated.
             scale *= d.rope_scaling.latent_magnitude
     return LatentAttention(
         embed_dim=d.embed_dim,
@@ -214,8 +183,8 @@ def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAtte
         rope_dim=d.rope_dim,
         value_dim=d.value_dim,
         kv_dim=d.kv_latent_dim,
-        q_down_proj=nn.Linear(d.embed_dim, d.q_latent_dim, bias=d.q_bias) if d.q_latent_dim else None,
-        q_down_norm=norm(d.q_latent_dim) if d.q_latent_dim else None,
+        q_down_proj=q_down_proj,
+        q_down_norm=q_down_norm,
         q_proj=nn.Linear(q_input_dim, d.num_heads * d.head_dim, bias=False),
         kv_down_proj=nn.Linear(d.embed_dim, d.kv_latent_dim + d.rope_dim, bias=d.k_bias),
         kv_down_norm=norm(d.kv_latent_dim),
@@ -230,39 +199,34 @@ def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAtte
     )
 
 
-def _attention(
-    d: Description, layer: int, ropes: tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]
-) -> MultiHeadAttention | LatentAttention:
-    full_rope, window_rope = ropes
-    if d.kv_latent_dim:
-        return _latent_attention(d, layer, full_rope)
-    has_window = layer in d.window_layers
+def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> MultiHeadAttention:
     has_rope = layer not in d.unrotated_layers
     has_keys = layer in d.key_layers
     head_dim, num_kv_heads = d.attn_heads(layer)
-    q_dim = d.num_heads * head_dim * (1 + d.attn_gate)
+    q_dim = d.num_heads * head_dim
     kv_dim = num_kv_heads * head_dim
-    rope = None
-    if has_rope:
-        rope = window_rope if has_window else full_rope
+    # With a gate, the projection of queries returns it beside each head.
+    q_proj_dim = 2 * q_dim if d.attn_gate else q_dim
     scale = d.attn_scale
     if d.key_scale != 1.0:
+        # A factor of the keys is a factor of the scores.
         scale = (scale or head_dim**-0.5) * d.key_scale
     q_norm = None
     k_norm = None
     if d.has_qk_norm:
-        q_norm = _norm(d, q_dim if d.qk_norm_whole else head_dim)
-        k_norm = _norm(d, kv_dim if d.qk_norm_whole else head_dim) if has_keys else None
+        q_norm = _norm(d, q_proj_dim if d.qk_norm_whole else head_dim)
+        if has_keys:
+            k_norm = _norm(d, kv_dim if d.qk_norm_whole else head_dim)
     return MultiHeadAttention(
         embed_dim=d.embed_dim,
         num_heads=d.num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        q_proj=nn.Linear(d.embed_dim, q_dim, bias=d.q_bias),
+        q_proj=nn.Linear(d.embed_dim, q_proj_dim, bias=d.q_bias),
         k_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.k_bias) if has_keys else None,
         v_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.v_bias) if layer in d.value_layers else None,
-        output_proj=nn.Linear(d.num_heads * head_dim, d.embed_dim, bias=d.attn_output_bias),
-        pos_embeddings=rope,
+        output_proj=nn.Linear(q_dim, d.embed_dim, bias=d.attn_output_bias),
+        pos_embeddings=rope if has_rope else None,
         q_norm=q_norm,
         k_norm=k_norm,
         v_norm_eps=d.norm_eps if d.v_norm else None,
@@ -273,7 +237,7 @@ def _attention(
         is_causal=d.is_causal,
         scale=scale,
         softcap=d.attn_softcap,
-        window=d.window if has_window else None,
+        window=d.window if layer in d.window_layers else None,
         sinks=d.attn_sinks,
         gated=d.attn_gate,
         growth=_growth(d, layer),
@@ -300,7 +264,7 @@ def feed_forward(d: Any, width: int, gate_scale: float = 1.0) -> FeedForward:
     )
 
 
-def _mixture(d: Description) -> MoE:
+def _mixture_of_experts(d: Description) -> MoE:
     router = TokenChoiceTopKRouter(
         gate=nn.Linear(d.embed_dim, d.num_experts, bias=d.router_bias),
         dim=d.embed_dim,
@@ -321,18 +285,22 @@ def _mixture(d: Description) -> MoE:
         "num_experts": d.num_experts,
     }
     if d.expert_limit is not None:
+        # The experts of gpt-oss, which have biases and no shared expert.
         return MoE(experts=ClampedExperts(**sizes, limit=d.expert_limit), router=router)
     experts_class = GroupedExperts if d.mlp_gated else UngatedExperts
     experts = experts_class(**sizes, activation=ACTIVATIONS[d.activation]())
     if not d.shared_expert_dim:
         return MoE(experts=experts, router=router, scales_input=d.router_scales_input)
-    shared_gate = nn.Linear(d.embed_dim, 1, bias=False) if d.shared_expert_gate else None
+    shared_gate = None
+    if d.shared_expert_gate:
+        shared_gate = nn.Linear(d.embed_dim, 1, bias=False)
     shared_expert = feed_forward(d, d.shared_expert_dim)
     norms = None
     if d.expert_norms:
         norms = {name: _norm(d, d.embed_dim) for name in ("input", "output", "shared_input", "shared_output")}
     latent = None
     if d.expert_latent_dim:
+        # Only the experts work in the latent: router and shared expert take the input itself.
         latent = (
             nn.Linear(d.embed_dim, d.expert_latent_dim, bias=False),
             nn.Linear(d.expert_latent_dim, d.embed_dim, bias=False),
@@ -348,18 +316,55 @@ def _mixture(d: Description) -> MoE:
     )
 
 
-def _ropes(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
+def _rotary_embeddings(d: Description) -> tuple[RotaryPositionalEmbeddings, RotaryPositionalEmbeddings]:
     """Return the rotary embeddings of full-attention and of sliding-window layers, one object if they are equal."""
-    rope = _rope(d)
+    sizes: dict[str, Any] = {
+        # In layers without a window, all channels of their larger heads are rotated (Gemma 4).
+        "dim": d.full_head_dim or d.rope_dim,
+        "max_seq_len": d.max_seq_len,
+        "base": d.rope_base,
+        "layout": d.rope_layout,
+    }
+    rope: RotaryPositionalEmbeddings
+    match d.rope_scaling:
+        case None:
+            rope = RotaryPositionalEmbeddings(**sizes)
+        case LinearRopeScaling(factor=factor):
+            rope = RotaryPositionalEmbeddings(**sizes, stretch=factor)
+        case ProportionalRopeScaling(fraction=fraction, factor=factor):
+            rope = ProportionalRotaryPositionalEmbeddings(**sizes, fraction=fraction, factor=factor)
+        case DynamicRopeScaling() as scaling:
+            rope = DynamicRotaryPositionalEmbeddings(
+                **sizes, factor=scaling.factor, original_max_seq_len=scaling.original_max_seq_len
+            )
+        case Llama3RopeScaling() as scaling:
+            rope = ScaledRotaryPositionalEmbeddings(
+                **sizes,
+                scale_factor=scaling.factor,
+                low_freq_factor=scaling.low_freq_factor,
+                high_freq_factor=scaling.high_freq_factor,
+                old_context_len=scaling.original_max_seq_len,
+            )
+        case YarnRopeScaling() as scaling:
+            rope = YarnRotaryPositionalEmbeddings(
+                **sizes,
+                factor=scaling.factor,
+                original_max_seq_len=scaling.original_max_seq_len,
+                beta_fast=scaling.beta_fast,
+                beta_slow=scaling.beta_slow,
+                truncate=scaling.truncate,
+                magnitude=scaling.magnitude,
+            )
+        case LongRopeScaling() as scaling:
+            rope = LongRotaryPositionalEmbeddings(
+                **sizes,
+                short_factors=scaling.short_factors,
+                long_factors=scaling.long_factors,
+                original_max_seq_len=scaling.original_max_seq_len,
+                magnitude=scaling.magnitude,
+            )
+    rope.axes = list(d.rope_axes)
     if d.rope_window_base is None:
         return rope, rope
+    # Windows are shorter than the pre-training context: their rotary embeddings have no scaling.
     return rope, RotaryPositionalEmbeddings(d.rope_dim, d.max_seq_len, d.rope_window_base, layout=d.rope_layout)
-
-
-def _rope(d: Description) -> RotaryPositionalEmbeddings:
-    rope_class, arguments = _ROPES[type(d.rope_scaling)]
-    options = {argument: getattr(d.rope_scaling, field) for argument, field in arguments}
-    # In layers without a window, all channels of their larger heads are rotated (Gemma 4).
-    rope = rope_class(d.full_head_dim or d.rope_dim, d.max_seq_len, d.rope_base, layout=d.rope_layout, **options)
-    rope.axes = list(d.rope_axes)
-    return rope

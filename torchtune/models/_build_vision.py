@@ -33,8 +33,10 @@ from torchtune.modules.vision_transformer import (
     VisionTower,
 )
 
-Part = Literal["frozen", "lora", "full"]
+# How a part of a model is trained: not at all, by adapters, or all of its weights.
+PartTraining = Literal["frozen", "lora", "full"]
 
+# Kind of learned position embeddings -> module.
 _POSITIONS = {"interpolated": InterpolatedPositions, "classed": ClassedPositions, "axes": AxisPositions}
 
 
@@ -46,7 +48,8 @@ def build_image_text(d: ImageTextDescription, spec: ModelSpec | None = None) -> 
         spec: the model family; checkpoints read it from the model.
     """
     decoder = build(d.text)
-    if decoder.layer_embeddings is not None:  # as in transformers, images give the pad token's embedding no gradient
+    if decoder.layer_embeddings is not None:
+        # As in transformers, images give the embedding of the pad token no gradient.
         decoder.layer_embeddings.embeddings.padding_idx = d.pad_token
     model = ImageTextModel(
         decoder,
@@ -100,13 +103,19 @@ def image_text_family(
 
 def build_tower(v: VisionDescription) -> VisionTower:
     """Build a vision tower with its projector."""
-    rope = None if v.rope == "none" else GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
-    table = _POSITIONS.get(v.positions)
+    rope = None
+    if v.rope != "none":
+        rope = GridRotaryPositionalEmbeddings(v.head_dim, v.rope_base, kind=v.rope)
+    # The order in which modules are built decides about their random weights.
+    patch_embed = nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias)
+    positions = None
+    if v.positions != "none":
+        positions = _POSITIONS[v.positions](v.positions_side, v.embed_dim)
     return VisionTower(
         patch_norm=_norm(v.norm, v.patch_values, v.norm_eps) if v.patch_norms else None,
-        patch_embed=nn.Linear(v.patch_values, v.embed_dim, bias=v.patch_bias),
+        patch_embed=patch_embed,
         embed_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.patch_norms else None,
-        positions=None if table is None else table(v.positions_side, v.embed_dim),
+        positions=positions,
         rope=rope,
         first_norm=_norm(v.norm, v.embed_dim, v.norm_eps) if v.first_norm else None,
         layers=[tower_layer(v, rope) for _ in range(v.num_layers)],
@@ -120,6 +129,7 @@ def build_tower(v: VisionDescription) -> VisionTower:
 
 
 def _norm(kind: str, dim: int, eps: float) -> nn.Module | None:
+    """Build a norm of a kind of :attr:`VisionDescription.norm` or ``merge_norm``; None for ``"none"``."""
     if kind == "layer":
         return Fp32LayerNorm(dim, eps=eps)
     if kind == "rms":
@@ -166,6 +176,7 @@ def tower_layer(v: VisionDescription, rope: nn.Module | None = None) -> Transfor
 
 def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
     """Build the projector of the tower's output, or with ``deep`` of the output of one of its layers."""
+    # A token is the mean of its patches, or their concatenation.
     merged_dim = v.embed_dim if v.merge_pools else v.embed_dim * v.merge**2
     input_dim = merged_dim
     reduce: nn.Module | None = None
@@ -181,7 +192,7 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
     if v.projector_dim:
         down_proj = nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias)
         mlp = FeedForward(gate_proj=mlp, down_proj=down_proj, activation=nn.GELU())
-    norms_merged = deep or v.merge_pools
+    norms_merged = deep or v.merge_pools  # otherwise, each patch is normalized before it is merged
     norm = _norm(v.merge_norm, merged_dim if norms_merged else v.embed_dim, v.merge_norm_eps)
     return PatchMerger(
         v.merge,
@@ -196,7 +207,7 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
 
 def adapt_parts(
     model: Model,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, PartTraining],
     lora_attn_modules: LoraAttnModules,
     apply_lora_to_mlp: bool,
     apply_lora_to_output: bool,
@@ -234,7 +245,7 @@ def adapt_parts(
     return convert_to_lora(model, LoRA(target_modules=targets, **options), quantize_base)
 
 
-def check_parts(parts: Mapping[str, Part], trained: Part, alternative: str) -> None:
+def check_parts(parts: Mapping[str, PartTraining], trained: PartTraining, alternative: str) -> None:
     """Raise :class:`ModelError` unless every part is ``trained`` or ``"frozen"``, and at least one is ``trained``.
 
     Args:
@@ -259,9 +270,9 @@ def image_part(path: str) -> str:
 
 def image_text_model(
     checkpoint_dir: str | Path,
-    vision_tower: Part = "frozen",
-    projector: Part = "full",
-    language_model: Part = "full",
+    vision_tower: PartTraining = "frozen",
+    projector: PartTraining = "full",
+    language_model: PartTraining = "full",
 ) -> ImageTextModel:
     """Build a vision-language model with image tokens from the ``config.json`` of its checkpoint.
 
@@ -281,11 +292,11 @@ def image_text_model(
         ...
         torchtune.models._description.ModelError: ... has a model of text: use from_hf_config, or ...
     """
-    model = _build(checkpoint_dir)
+    model = _build_from_checkpoint(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
     check_parts(parts, "full", "lora_image_text_model has adapters")
     for path, parameter in model.named_parameters():
-        if parameter.requires_grad:  # otherwise it is a constant of the checkpoint
+        if parameter.requires_grad:  # others are constants of the checkpoint
             parameter.requires_grad_(parts[image_part(path)] == "full")
     return model
 
@@ -293,9 +304,9 @@ def image_text_model(
 def lora_image_text_model(
     checkpoint_dir: str | Path,
     lora_attn_modules: LoraAttnModules,
-    vision_tower: Part = "frozen",
-    projector: Part = "frozen",
-    language_model: Part = "lora",
+    vision_tower: PartTraining = "frozen",
+    projector: PartTraining = "frozen",
+    language_model: PartTraining = "lora",
     apply_lora_to_mlp: bool = False,
     apply_lora_to_output: bool = False,
     lora_rank: int = 8,
@@ -324,7 +335,7 @@ def lora_image_text_model(
         ModelError: the model is a text model, a part is ``"full"``, which adapter files cannot store, or all parts are
             frozen; further cases in :func:`from_hf_config`.
     """
-    model = _build(checkpoint_dir)
+    model = _build_from_checkpoint(checkpoint_dir)
     parts = {"vision_tower": vision_tower, "projector": projector, "language_model": language_model}
     check_parts(parts, "lora", "adapter files cannot store other weights: image_text_model trains them")
     return adapt_parts(
@@ -342,7 +353,8 @@ def lora_image_text_model(
     )
 
 
-def _build(checkpoint_dir: str | Path) -> ImageTextModel:
+def _build_from_checkpoint(checkpoint_dir: str | Path) -> ImageTextModel:
+    """Build the model of a checkpoint with its vision tower; raise :class:`ModelError` if it has none."""
     model = from_hf_config(checkpoint_dir, images=True)
     if not isinstance(model, ImageTextModel):
         raise ModelError(f"{checkpoint_dir} has a model of text: use from_hf_config, or the builder of its size.")

@@ -178,8 +178,9 @@ def component_builders(
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
     """Return the width of Llama's feed-forward layers: two thirds of ``4 * dim``, rounded up to a multiple."""
-    hidden = int(2 * (4 * dim) / 3)
-    return -(-hidden // multiple_of) * multiple_of
+    hidden_dim = int(2 * (4 * dim) / 3)
+    num_multiples = -(-hidden_dim // multiple_of)  # rounded up
+    return num_multiples * multiple_of
 
 
 def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
@@ -219,6 +220,7 @@ def lora_builder(base: Builder, name: str, module: str, noun: str, *, quantize_b
     adapter_parameters = _annotated_parameters(add_lora)
     del adapter_parameters["model"]
     adapter_parameters["quantize_base"] = adapter_parameters["quantize_base"].replace(default=quantize_base)
+    # A builder of a named size has at most an option, with a default; one from sizes requires them.
     takes_sizes = any(parameter.default is inspect.Parameter.empty for parameter in base_parameters.values())
     if takes_sizes:
         parameters = _lora_parameters_with_sizes(base_parameters, adapter_parameters)
@@ -297,7 +299,9 @@ def convert_to_lora(model: Model, lora: Any, quantize_base: bool) -> Model:
     from torchtune.modules.conversion import apply_conversions
     from torchtune.modules.low_precision import QuantizeBase
 
-    conversions = [QuantizeBase(), lora] if quantize_base else [lora]
+    conversions = [lora]
+    if quantize_base:
+        conversions = [QuantizeBase(), lora]
     apply_conversions(model, conversions)
     return model
 
@@ -377,6 +381,7 @@ def _annotated_parameters(function: Builder) -> dict[str, inspect.Parameter]:
 
 def _set_signature(function: Builder, signature: inspect.Signature) -> None:
     """Set the signature of a function that takes ``*args`` and ``**kwargs``, and the annotations to match."""
+    # inspect and the checks of configs read the signature, get_type_hints reads the annotations.
     function.__signature__ = signature
     annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     function.__annotations__ = {**annotations, "return": signature.return_annotation}

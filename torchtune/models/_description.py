@@ -204,7 +204,7 @@ class Description:
         self._check_positions()
         self._check_latents()
         self._check_experts()
-        self._check_layer_kinds()
+        self._check_layers()
         if not 0.0 <= self.attn_dropout <= 1.0:
             raise ModelError(f"attn_dropout must lie in [0, 1], got {self.attn_dropout}.")
         causal_part = self.causal_part()
@@ -227,7 +227,10 @@ class Description:
             "a soft cap of attention scores": self.attn_softcap,
             "attention sinks": self.attn_sinks,
         }
-        return next((words for words, is_there in parts.items() if is_there), None)
+        for words, value in parts.items():
+            if value:
+                return words
+        return None
 
     def _set_default(self, field: str, value: int) -> None:
         """Replace a field that is 0; a frozen dataclass has no ordinary assignment."""
@@ -299,7 +302,7 @@ class Description:
                 f"({self.num_experts})."
             )
 
-    def _check_layer_kinds(self) -> None:
+    def _check_layers(self) -> None:
         if self.full_head_dim % 2:
             raise ModelError(f"full_head_dim must be even for rotary positions, got {self.full_head_dim}.")
         if self.full_num_kv_heads and self.num_heads % self.full_num_kv_heads:
@@ -310,9 +313,10 @@ class Description:
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
             )
-        problem = None if self.mixer is None else self.mixer.problem()
-        if problem is not None:
-            raise ModelError(f"mixer: {problem}.")
+        if self.mixer is not None:
+            problem = self.mixer.problem()
+            if problem is not None:
+                raise ModelError(f"mixer: {problem}.")
         if set(self.attnless_layers) & {*self.mlpless_layers, *self.mixer_layers}:
             raise ModelError(
                 "attnless_layers have no mixer, and a feed-forward: mlpless_layers and mixer_layers do not."

@@ -7,19 +7,30 @@ from typing import Any
 from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import LLAMA, MISTRAL, QWEN2, QWEN3, HFFormat
-from torchtune.models._hf_fields import Fields, all_but_every, is_number, layer_types, layers_without_experts, shown
+from torchtune.models._hf_fields import (
+    Fields,
+    all_but_every,
+    format_value,
+    is_number,
+    layers_of_type,
+    write_layer_types,
+)
 from torchtune.models._hf_layers import (
     FUSED_DELTA_NET,
     read_delta_net,
     read_experts,
     read_latents,
     read_mamba,
+    read_qwen_experts,
+    read_unrotated_layers,
     require_silu,
     router_fields,
     write_delta_net,
     write_experts,
     write_latents,
     write_mamba,
+    write_qwen_experts,
+    write_unrotated_layers,
 )
 from torchtune.models._hf_rope import write_growth, write_scaling
 from torchtune.models._mixers import DeltaNetMixer, Mamba2Mixer, ShortConvMixer

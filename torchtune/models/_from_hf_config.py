@@ -9,7 +9,7 @@ import torch
 
 from torchtune.models._build import build
 from torchtune.models._description import ModelError
-from torchtune.models._hf_fields import architecture_of, shown
+from torchtune.models._hf_fields import architecture_of, format_value
 from torchtune.models._spec import spec_for_architecture
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.utils import local_path, read_json
@@ -44,6 +44,15 @@ _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.text_model.", "lm_head.": "lm_head."},
 )
+# The two names of RoPE's settings in config.json, before and since transformers 5.
+_ROPE_FIELDS = ("rope_scaling", "rope_parameters")
+# Names of dtypes in config.json.
+_STORED_DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 
 
 def text_prefixes(names: Iterable[str]) -> dict[str, str]:
@@ -100,14 +109,15 @@ def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, An
     text = config.get("text_config")
     quantization = config.get("quantization_config")
     if not isinstance(text, Mapping) or images or composite_only:
-        whole_config = dict(config)
+        complete_config = dict(config)
+        # A format refuses quantized weights, except those that the checkpointer dequantizes before it sees them.
         if _is_readable(quantization):
-            whole_config.pop("quantization_config", None)
-        return whole_config
+            complete_config.pop("quantization_config", None)
+        return complete_config
     text_type = text.get("model_type")
     if str(text_type) not in _TEXT_ARCHITECTURES:
         raise ModelError(
-            f"config.json: a text tower of model_type = {shown(text_type)} cannot be read; there are: "
+            f"config.json: a text tower of model_type = {format_value(text_type)} cannot be read; there are: "
             f"{', '.join(_TEXT_ARCHITECTURES)}."
         )
     decoder_config = dict(text)
@@ -140,33 +150,22 @@ def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict
     Returns:
         ``config`` with ``text`` in ``text_config`` and the shared fields updated.
     """
-    former_text = config["text_config"]
+    original_text = config["text_config"]
     text_config = {}
     for name, value in text.items():
         # Shared fields stay where the file had them.
-        if name != "architectures" and (name in former_text or name not in _SHARED_FIELDS):
+        if name in original_text or name not in _SHARED_FIELDS:
             text_config[name] = value
-    if "architectures" in former_text:
-        text_config["architectures"] = former_text["architectures"]
+    # The architecture of the decoder alone is not that of its part in the composite model.
+    text_config.pop("architectures", None)
+    if "architectures" in original_text:
+        text_config["architectures"] = original_text["architectures"]
     composite = {**config, "text_config": text_config}
     for name in _SHARED_FIELDS:
         if name in config and name in text:
             composite[name] = text[name]
     composite.pop("quantization_config", None)  # exported weights are not quantized
     return composite
-
-
-# Names of dtypes in config.json.
-_STORED_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-
-
-# The two names of RoPE's settings in config.json, before and since transformers 5.
-_ROPE_FIELDS = ("rope_scaling", "rope_parameters")
 
 
 def override_fields(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,18 +189,22 @@ def override_fields(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         if name in _ROPE_FIELDS:
             if not isinstance(value, Mapping):
                 raise ModelError(
-                    f"config_overrides: {name} is {shown(value)}: give an object, such as "
+                    f"config_overrides: {name} is {format_value(value)}: give an object, such as "
                     "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}."
                 )
-            name = next((field for field in _ROPE_FIELDS if config.get(field)), "rope_scaling")
-            former = config.get(name) or {}
-            if any(isinstance(settings, Mapping) for settings in former.values()):
+            # The name in the file counts, because a reader takes only one of the two.
+            field = "rope_scaling"
+            if config.get("rope_parameters") and not config.get("rope_scaling"):
+                field = "rope_parameters"
+            settings = dict(config.get(field) or {})
+            if any(isinstance(setting, Mapping) for setting in settings.values()):
                 raise ModelError(
-                    f"config_overrides: {name} of this model differs by kind of layer, and cannot be overridden: "
+                    f"config_overrides: {field} of this model differs by kind of layer, and cannot be overridden: "
                     "change it in config.json."
                 )
-            base = {key: former[key] for key in ("rope_theta", "partial_rotary_factor") if key in former}
-            overridden[name] = {**base, **value}
+            # The scaling is replaced as a whole; base and rotated fraction are the model's.
+            base = {key: settings[key] for key in ("rope_theta", "partial_rotary_factor") if key in settings}
+            overridden[field] = {**base, **value}
         elif name in config:
             overridden[name] = value
         else:

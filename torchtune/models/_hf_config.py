@@ -1,18 +1,29 @@
 """Read and write the ``config.json`` of Hugging Face decoders of Llama's architecture."""
 
-import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, all_but_every, architecture_of, layer_types
-from torchtune.models._hf_rope import read_rope, write_kinds, write_scaling
+from torchtune.models._hf_fields import (
+    HF_ACTIVATION_NAMES,
+    HF_ACTIVATIONS,
+    Fields,
+    all_but_every,
+    architecture_of,
+    layers_of_type,
+    no_values,
+    write_layer_types,
+)
+from torchtune.models._hf_rope import read_rope, write_rope_by_layer_type, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+# Fields in which null means absent, so that HFFormat.defaults apply.
+_NEVER_NULL = ("rope_theta", "rope_local_base_freq", "rope_parameters", "hidden_size_per_layer_input")
+_CLASSIFIER = "ForSequenceClassification"
+# Default of max_window_layers in transformers.
+_MAX_WINDOW_LAYERS = 28
 # Field of Description -> field of config.json, for error messages.
 _HF_NAMES = {
     "num_heads": "num_attention_heads",
@@ -34,11 +45,6 @@ _HF_NAMES = {
     "layer_embed_dim": "hidden_size_per_layer_input",
     "layer_embed_vocab": "vocab_size_per_layer_input",
 }
-_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
-
-
-def _nothing(_: Any) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class HFFormat:
         has_mlp_bias: whether there is a flag for biases of the feed-forward.
         bias_fields: names of the flags of attention and of the feed-forward; they may be the same.
         qk_norm: see :class:`Description`.
-        mixer_kind: value in ``layer_types`` of layers with a mixer or chunked attention; ``read_more`` reads them.
+        mixer_layer_type: entry of ``layer_types`` for layers with a mixer or chunked attention, which ``read_more``
+            reads.
         windows: condition for sliding windows: ``"sliding_window"`` is set, ``"use_sliding_window"`` must also be true,
             or the architecture has no sliding windows (``"none"``).
         window_layers: layers with a sliding window if ``layer_types`` is absent: ``"all"``, all but every n-th (an
@@ -64,21 +71,21 @@ class HFFormat:
         rotates_windows_only: whether, in a model with sliding windows, only the sliding-window layers have RoPE.
         ropes: supported variants of RoPE: ``"partial"`` (only the first channels of a head are rotated), ``"dim"``
             (the field ``rotary_dim`` sets their number), ``"window"`` (a separate base in sliding-window layers),
-            ``"kinds"`` (the same, in ``rope_parameters`` only), ``"sections"`` (channels are split among time, row and
-            column, for images), ``"alpha"`` (a scaled base), ``"growth"`` (queries are scaled by position). ``"none"``:
-            the architecture has no RoPE.
+            ``"by_layer_type"`` (the same, in ``rope_parameters`` only), ``"sections"`` (channels are split among time,
+            row and column, for images), ``"alpha"`` (a scaled base), ``"growth"`` (queries are scaled by position).
+            ``"none"``: the architecture has no RoPE.
         activation: name of the activation field, and its default.
         eps_field: name of the field with the eps of the norms.
-        fixed: (field, value) pairs of a description that are not in the file.
-        required_values: (field, value) pairs of the file; any other value is not supported.
+        fixed: values of a description that are not in the file.
+        required_values: fields of the file with a single supported value.
         unused: fields of the file that do not affect the model.
         extra_fields: further fields: (name in the file, name in a description, default, which also defines the type).
         read_more: reads fields that the other attributes cannot express: ``read_more(fields) -> values of a
             description``. It calls ``fields.take(name, default)``; a field that is never read raises an error.
         write_more: inverse of ``read_more``: ``write_more(description) -> fields``.
         prepare: rewrites the fields of a file before they are read.
-        defaults: (field, value) pairs for missing fields: the defaults of the configuration class in ``transformers``
-            that differ from the defaults in :meth:`read`.
+        defaults: values of missing fields: the defaults of the configuration class in ``transformers`` that differ from
+            the defaults in :meth:`read`.
     """
 
     architecture: str
@@ -89,21 +96,21 @@ class HFFormat:
     has_mlp_bias: bool = False
     bias_fields: tuple[str, str] = ("attention_bias", "mlp_bias")
     qk_norm: Literal["none", "before_rope", "after_rope"] = "none"
-    mixer_kind: str | None = None
+    mixer_layer_type: str | None = None
     windows: Literal["none", "sliding_window", "use_sliding_window"] = "none"
     window_layers: int | Literal["all", "late", "unrotated"] = "all"
     rotates_windows_only: bool = False
-    ropes: tuple[Literal["partial", "dim", "window", "kinds", "sections", "alpha", "growth", "none"], ...] = ()
+    ropes: tuple[Literal["partial", "dim", "window", "by_layer_type", "sections", "alpha", "growth", "none"], ...] = ()
     activation: tuple[str, str] = ("hidden_act", "silu")
     eps_field: str = "rms_norm_eps"
-    fixed: tuple[tuple[str, Any], ...] = ()
-    required_values: tuple[tuple[str, Any], ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    required_values: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     extra_fields: tuple[tuple[str, str, Any], ...] = ()
-    read_more: Callable[[Fields], dict[str, Any]] = _nothing
-    write_more: Callable[[Description], dict[str, Any]] = _nothing
+    read_more: Callable[[Fields], dict[str, Any]] = no_values
+    write_more: Callable[[Description], dict[str, Any]] = no_values
     prepare: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
-    defaults: tuple[tuple[str, Any], ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self, **values: Any) -> Description:
         """Make a description from the values that differ between models of the architecture."""
@@ -111,11 +118,11 @@ class HFFormat:
         constants = {
             "rope_layout": self.rope_layout,
             "qk_norm": self.qk_norm,
-            "activation": _ACTIVATIONS[self.activation[1]],
+            "activation": HF_ACTIVATIONS[self.activation[1]],
             "q_bias": has_qkv_bias,
             "k_bias": has_qkv_bias,
             "v_bias": has_qkv_bias,
-            **dict(self.fixed),
+            **self.fixed,
         }
         return Description(**{**constants, **values})
 
@@ -138,42 +145,51 @@ class HFFormat:
 
     def _zero_divisor(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> str | None:
         """Return the name of the field that must not be 0: with another value, nothing is divided by zero."""
-        zeros = [name for name, value in config.items() if type(value) in (int, float) and value == 0]
-        for name, value in product(zeros, (1, 1 << 12)):
-            try:
-                self._read({**config, name: value}, ignore_fields)
-            except ZeroDivisionError:
+        for name, value in config.items():
+            is_zero = type(value) in (int, float) and value == 0
+            if not is_zero:
                 continue
-            except ModelError:  # another field is also invalid
-                pass
-            return name
+            # A size of 1 may be rounded down to 0 by another division, so that a large one is tried, too.
+            for other_value in (1, 4096):
+                try:
+                    self._read({**config, name: other_value}, ignore_fields)
+                except ZeroDivisionError:
+                    continue
+                except ModelError:  # another field is also invalid
+                    pass
+                return name
         return None
 
     def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
-        # transformers fills in an absent field, and for some fields also null.
-        stated = self.prepare(config)
-        stated = {name: value for name, value in stated.items() if value is not None or name not in _NEVER_NULL}
-        fields = Fields({**dict(self.defaults), **stated}, self.architecture, set(ignore_fields))
-        values = self._read_layers(fields) | read_rope(fields, self.ropes)
-        values |= _read_classes(config, fields)
-        for name, field, default in self.extra_fields:
-            values[field] = type(default)(fields.take(name, default))
+        complete_config = dict(self.defaults)
+        for name, value in self.prepare(config).items():
+            if value is not None or name not in _NEVER_NULL:
+                complete_config[name] = value
+        fields = Fields(complete_config, self.architecture, set(ignore_fields))
+        values = self._read_layers(fields) | read_rope(fields, self.ropes) | _read_classes(config, fields)
+        for name, attribute, default in self.extra_fields:
+            values[attribute] = type(default)(fields.take(name, default))
         family_values = self.read_more(fields)
-        # What no line above and below has read is refused at the end.
         fields.skip(*self.unused)
-        fields.require(**dict(self.required_values))
+        fields.require(**self.required_values)
         num_layers = values["num_layers"]
         values |= self._read_windows(fields, num_layers, family_values.get("unrotated_layers", ()))
-        values |= family_values  # a family may correct what is common to all
+        # Last, because a family may correct what is common to all.
+        values |= family_values
         if self.rotates_windows_only and fields.take("sliding_window", None) is not None:
             # The size of the windows decides, even if no layer has one.
-            windowed = values.get("window_layers", ())
-            values["unrotated_layers"] = tuple(layer for layer in range(num_layers) if layer not in windowed)
+            window_layers = values.get("window_layers", ())
+            values["unrotated_layers"] = tuple(layer for layer in range(num_layers) if layer not in window_layers)
         try:
             description = self.describe(**values)
         except ModelError as error:
-            message = _with_hf_names(str(error), config)
+            # The message names fields of a description, but the reader has a config.json.
+            hf_names = dict(_HF_NAMES)
+            if "num_local_experts" in config:
+                hf_names["num_experts"] = "num_local_experts"
+            message = re.sub(r"\w+", lambda match: hf_names.get(match[0], match[0]), str(error))
             raise ModelError(f"config.json of {self.architecture}: {message}") from error
+        # After all reads: a field that none of them asked for could change the model.
         fields.refuse_unread()
         return description
 
@@ -183,9 +199,12 @@ class HFFormat:
         has_attention_bias = self.biases == "attention_bias" and bool(fields.take(attention_flag, False))
         has_qkv_bias = has_attention_bias or self.biases == "qkv"
         num_heads = fields.take("num_attention_heads")
+        num_layers = fields.take("num_hidden_layers")
+        if num_layers < 1:  # checked before families look for a layer
+            raise ModelError(f"config.json of {self.architecture}: num_hidden_layers must be at least 1, got 0.")
         return {
             "vocab_size": fields.take("vocab_size"),
-            "num_layers": fields.take("num_hidden_layers"),
+            "num_layers": num_layers,
             "embed_dim": fields.take("hidden_size"),
             "intermediate_dim": fields.take("intermediate_size"),
             "max_seq_len": fields.take("max_position_embeddings"),
@@ -198,7 +217,7 @@ class HFFormat:
             "k_bias": has_qkv_bias,
             "v_bias": has_qkv_bias,
             "attn_output_bias": has_attention_bias and self.output_bias,
-            "activation": fields.choice(self.activation[0], _ACTIVATIONS, self.activation[1]),
+            "activation": fields.choice(self.activation[0], HF_ACTIVATIONS, self.activation[1]),
             "mlp_bias": self.has_mlp_bias and bool(fields.take(mlp_flag, False)),
             "norm_eps": float(fields.take(self.eps_field, 1e-6)),
             "tie_word_embeddings": bool(fields.take("tie_word_embeddings", False)),
@@ -220,7 +239,7 @@ class HFFormat:
             "num_attention_heads": description.num_heads,
             "num_key_value_heads": description.num_kv_heads,
             "head_dim": description.head_dim,
-            self.activation[0]: _ACTIVATION_NAMES[description.activation],
+            self.activation[0]: HF_ACTIVATION_NAMES[description.activation],
             "max_position_embeddings": description.max_seq_len,
             self.eps_field: description.norm_eps,
             "attention_dropout": description.attn_dropout,
@@ -228,8 +247,8 @@ class HFFormat:
             **self._write_rope(description),
             **self._write_windows(description),
         }
-        for name, field, _ in self.extra_fields:
-            config[name] = getattr(description, field)
+        for name, attribute, _ in self.extra_fields:
+            config[name] = getattr(description, attribute)
         if not description.is_causal:
             config["is_causal"] = False
         if isinstance(description.rope_scaling, LongRopeScaling):  # some architectures read it only here
@@ -237,38 +256,43 @@ class HFFormat:
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
             config |= _write_classes(description)
+        attention_flag, mlp_flag = self.bias_fields
         if self.biases == "attention_bias":
-            has_bias = description.attn_output_bias if self.output_bias else description.q_bias
-            config[self.bias_fields[0]] = has_bias
+            config[attention_flag] = description.attn_output_bias if self.output_bias else description.q_bias
         if self.has_mlp_bias:
-            config[self.bias_fields[1]] = description.mlp_bias
+            config[mlp_flag] = description.mlp_bias
         config |= self.write_more(description)
         # Whoever reads this file must get the same model.
         reread = self.read(config)
-        for field in dataclasses.fields(Description):
-            value = getattr(description, field.name)
-            reread_value = getattr(reread, field.name)
+        for attribute, value in vars(description.text).items():
+            reread_value = getattr(reread, attribute)
             if reread_value != value:
                 raise ModelError(
-                    f"The architecture {self.architecture} cannot express {field.name} = {value!r} in a config.json "
+                    f"The architecture {self.architecture} cannot express {attribute} = {value!r} in a config.json "
                     f"(only {reread_value!r})."
                 )
         return config
 
     def _read_windows(self, fields: Fields, num_layers: int, unrotated: Collection[int]) -> dict[str, Any]:
-        """Read the size of the sliding windows and the layers with one; empty without windows."""
-        window = fields.take("sliding_window", None) or None
+        """Read the size of the sliding windows and the layers with one; empty without windows.
+
+        Args:
+            fields: fields of the file.
+            num_layers: number of layers of the model.
+            unrotated: layers without RoPE.
+        """
+        window = fields.take("sliding_window", None) or None  # 0, too, means no windows
         use_windows = fields.take("use_sliding_window", False)
-        kinds = self._window_kinds(fields, num_layers)
-        layers = self._window_layers(fields, num_layers, kinds, unrotated)
+        layer_types = self._read_layer_types(fields, num_layers)
+        layers = self._window_layers(fields, num_layers, layer_types, unrotated)
         if self.windows == "none":
             if use_windows and window is not None:
                 raise fields.refusal("sliding_window", window)
-            if kinds is not None and layers:
-                raise fields.refusal("layer_types", kinds)
+            if layer_types is not None and layers:
+                raise fields.refusal("layer_types", layer_types)
             return {}
         if self.windows == "use_sliding_window" and not use_windows:
-            if kinds is not None and layers and window is not None:
+            if layer_types is not None and layers and window is not None:
                 raise ModelError(
                     f"config.json of {self.architecture} has sliding windows in layer_types, but "
                     "use_sliding_window is not true: set it to true, or make all of layer_types 'full_attention'."
@@ -276,34 +300,34 @@ class HFFormat:
             return {}
         if window is None:
             return {}
-        if self.window_layers == "all" and kinds is not None and len(layers) < num_layers:
-            raise fields.refusal("layer_types", kinds)  # transformers ignores it and uses the window
-        return {"window": window, "window_layers": layers} if layers else {}
+        if self.window_layers == "all" and layer_types is not None and len(layers) < num_layers:
+            raise fields.refusal("layer_types", layer_types)  # transformers ignores it and uses the window
+        if not layers:
+            return {}
+        return {"window": window, "window_layers": layers}
 
-    def _window_kinds(self, fields: Fields, num_layers: int) -> list[str] | None:
+    def _read_layer_types(self, fields: Fields, num_layers: int) -> list[str] | None:
         """Read ``layer_types``, in which mixers count as full attention; None if the field is absent."""
-        stated = fields.layer_kinds(num_layers)
-        if stated is None:
+        layer_types = fields.layer_types(num_layers)
+        if layer_types is None:
             return None
-        if len(stated) < num_layers:
-            raise fields.refusal("layer_types", stated)
-        kinds = []
-        for layer, kind in enumerate(stated):
-            if kind == self.mixer_kind:
-                kind = "full_attention"
-            if layer < num_layers and kind not in ("full_attention", "sliding_attention"):
+        if len(layer_types) < num_layers:
+            raise fields.refusal("layer_types", layer_types)
+        for layer, layer_type in enumerate(layer_types):
+            if layer_type == self.mixer_layer_type:
+                layer_types[layer] = "full_attention"
+            elif layer < num_layers and layer_type not in ("full_attention", "sliding_attention"):
                 raise fields.refusal(f"layer_types[{layer}]", fields.peek("layer_types")[layer])
-            kinds.append(kind)
-        return kinds
+        return layer_types
 
     def _window_layers(
-        self, fields: Fields, num_layers: int, kinds: list[str] | None, unrotated: Collection[int]
+        self, fields: Fields, num_layers: int, layer_types: list[str] | None, unrotated: Collection[int]
     ) -> tuple[int, ...]:
         """Return the layers with a sliding window, from ``layer_types`` or the rule of the architecture."""
-        first_late = fields.take("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        first_late = fields.take("max_window_layers", _MAX_WINDOW_LAYERS)
         layers = range(num_layers)
-        if kinds is not None:
-            return tuple(layer for layer in layers if kinds[layer] == "sliding_attention")
+        if layer_types is not None:
+            return layers_of_type(layer_types[:num_layers], "sliding_attention")
         if isinstance(self.window_layers, int):
             return all_but_every(num_layers, self.window_layers)
         if self.window_layers == "unrotated":
@@ -315,8 +339,8 @@ class HFFormat:
     def _write_rope(self, d: Description) -> dict[str, Any]:
         if "none" in self.ropes:
             return {}
-        if "kinds" in self.ropes:
-            return {"rope_parameters": write_kinds(d.rope_base, d.rope_scaling, d.rope_window_base)}
+        if "by_layer_type" in self.ropes:
+            return {"rope_parameters": write_rope_by_layer_type(d.rope_base, d.rope_scaling, d.rope_window_base)}
         config = {"rope_theta": d.rope_base, "rope_scaling": write_scaling(d.rope_scaling)}
         if "partial" in self.ropes:
             config["partial_rotary_factor"] = d.rope_dim / d.head_dim
@@ -333,32 +357,20 @@ class HFFormat:
         if self.windows == "use_sliding_window":
             config["use_sliding_window"] = d.window is not None
         if self.window_layers != "all":
-            config["layer_types"] = layer_types(d.num_layers, d.window_layers, "sliding_attention")
+            config["layer_types"] = write_layer_types(d.num_layers, d.window_layers, "sliding_attention")
         return config
-
-
-# Fields in which null means absent, so that HFFormat.defaults apply.
-_NEVER_NULL = (
-    "rope_theta",
-    "rope_local_base_freq",
-    "rope_parameters",
-    "hidden_size_per_layer_input",
-)
-_CLASSIFIER = "ForSequenceClassification"
-_DEFAULT_MAX_WINDOW_LAYERS = 28  # of transformers
 
 
 def _read_classes(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Read number and names of the classes, with the defaults of ``transformers``; no class for a language model."""
     if not (architecture_of(config) or "").endswith(_CLASSIFIER):
         return {"num_classes": 0}
-    num_classes = fields.take("num_labels", None)
     labels = fields.peek("id2label")
-    if not isinstance(labels, dict) or not labels:
+    if not isinstance(labels, dict):
         labels = {}
-    num_classes = num_classes or len(labels) or 2
+    num_classes = fields.take("num_labels", None) or len(labels) or 2
     classes: dict[str, Any] = {"num_classes": num_classes}
-    # The keys are texts in a file.
+    # JSON has no keys that are numbers, but a dict in Python may have them.
     name_of_index = {str(index): str(name) for index, name in labels.items()}
     names = tuple(name_of_index.get(str(index), "") for index in range(num_classes))
     if all(names) and names != _default_names(num_classes):
@@ -385,28 +397,22 @@ def _default_names(num_classes: int) -> tuple[str, ...]:
     return tuple(f"LABEL_{index}" for index in range(num_classes))
 
 
-def _with_hf_names(message: str, config: Mapping[str, Any]) -> str:
-    """Replace the names of a description's fields in an error message by those of ``config.json``."""
-    names = dict(_HF_NAMES)
-    if "num_local_experts" in config:
-        names["num_experts"] = "num_local_experts"
-    return re.sub(r"\w+", lambda match: names.get(match[0], match[0]), message)
-
-
+# Formats of architectures that several families share or modify; names and defaults as in configuration_*.py of
+# transformers.
 LLAMA = HFFormat(
     "LlamaForCausalLM",
     "llama",
     "interleaved",
     biases="attention_bias",
     has_mlp_bias=True,
-    defaults=(("max_position_embeddings", 2048),),
+    defaults={"max_position_embeddings": 2048},
 )
 MISTRAL = HFFormat(
     "MistralForCausalLM",
     "mistral",
     "interleaved",
     windows="sliding_window",
-    defaults=(("num_key_value_heads", 8), ("max_position_embeddings", 131_072), ("sliding_window", 4096)),
+    defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
 )
 QWEN2 = HFFormat(
     "Qwen2ForCausalLM",
@@ -415,7 +421,7 @@ QWEN2 = HFFormat(
     biases="qkv",
     windows="use_sliding_window",
     window_layers="late",
-    defaults=(("num_key_value_heads", 32), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
+    defaults={"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
 )
 QWEN3 = HFFormat(
     "Qwen3ForCausalLM",
@@ -425,10 +431,10 @@ QWEN3 = HFFormat(
     qk_norm="before_rope",
     windows="use_sliding_window",
     window_layers="late",
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("head_dim", 128),
-        ("max_position_embeddings", 32_768),
-        ("sliding_window", 4096),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+    },
 )

@@ -1,14 +1,15 @@
 """Typed access to the fields of a Hugging Face ``config.json``."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torchtune.models._description import ModelError
 
-# Fields that do not affect the forward pass of a text decoder.
+# Fields that do not affect the forward pass of a text decoder. ``auto_map`` names code beside the weights, which this
+# library does not run, nor does transformers for an architecture that it has itself.
 _HARMLESS = frozenset(
-    """architectures model_type transformers_version torch_dtype dtype name_or_path initializer_range use_cache
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
+    """architectures model_type auto_map transformers_version torch_dtype dtype name_or_path initializer_range
+    use_cache bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id pretraining_tp
     output_attentions output_hidden_states return_dict id2label label2id num_labels problem_type finetuning_task
     task_specific_params tokenizer_class prefix is_decoder is_encoder_decoder cross_attention_hidden_size
     add_cross_attention tie_encoder_decoder torchscript use_bfloat16 tf_legacy_loss pruned_heads
@@ -33,6 +34,8 @@ _COUNTS = """num_attention_heads num_key_value_heads head_dim num_hidden_layers 
 # Largest value of each integer field; a description has lower limits for sizes.
 _WHOLE = dict.fromkeys(_SIZES.split(), 2**40) | dict.fromkeys(_COUNTS.split(), 2**16)
 _WHOLE["shared_intermediate_size"] = 2**22
+# Largest value of other integer fields, which a description limits further.
+_LARGEST = 2**40
 _NUMBERS = frozenset(
     """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
     router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
@@ -50,6 +53,14 @@ _OBJECTS = frozenset({"rope_parameters", "rope_scaling", "quantization_config"})
 
 # Names of layer types before transformers 5 -> their names since.
 _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+# Names of activations in transformers (ACT2FN) -> in a description, and the other way round.
+HF_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+HF_ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
+
+
+def no_values(*arguments: Any) -> dict[str, Any]:
+    """Return no values: the default of a format's functions, which unlike a lambda is pickled with a model."""
+    return {}
 
 
 def is_number(value: Any) -> bool:
@@ -71,12 +82,12 @@ def architecture_of(config: Mapping[str, Any]) -> str | None:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(
-            f"config.json has architectures = {shown(names)}, which is not a list of names: download it again."
+            f"config.json has architectures = {format_value(names)}, which is not a list of names: download it again."
         )
     return names[0] if names else None
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for error messages, shortened."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:100]} …"
@@ -95,7 +106,8 @@ class Fields:
     def take(self, name: str, default: Any = _REQUIRED) -> Any:
         """Return a field's value, or the default if it is absent or ``null``; for a flag, ``null`` means false.
 
-        Later, :meth:`refuse_unread` does not refuse this field.
+        The type of a field is in the tables above or, for other fields, that of the default. Later,
+        :meth:`refuse_unread` does not refuse this field.
 
         Raises:
             ModelError: the field is absent and has no default, or has the wrong type.
@@ -108,15 +120,20 @@ class Fields:
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
             return default
-        if name in _WHOLE:
-            self._expect(is_whole(value, _WHOLE[name]), name, value, f"a whole number from 0 to {_WHOLE[name]:,}")
-            return int(value)
-        if name in _NUMBERS:
-            self._expect(is_number(value), name, value, "a finite number")
-        elif name in _FLAGS:
+        if name in _FLAGS:
             self._expect(isinstance(value, bool) or value in (0, 1), name, value, "true or false")
         elif name in _OBJECTS:
             self._expect(isinstance(value, Mapping), name, value, "an object")
+        elif name in _NUMBERS:
+            self._expect(is_number(value), name, value, "a finite number")
+        elif name in _WHOLE or type(default) is int:
+            most = _WHOLE.get(name, _LARGEST)
+            self._expect(is_whole(value, most), name, value, f"a whole number from 0 to {most:,}")
+            return int(value)
+        elif type(default) is float:
+            self._expect(is_number(value), name, value, "a finite number")
+        elif type(default) is bool:  # published files have numbers in some of these fields, of which 0 is false
+            self._expect(is_number(value) or isinstance(value, bool), name, value, "true or false")
         return value
 
     def skip(self, *names: str) -> None:
@@ -130,17 +147,19 @@ class Fields:
             if self.take(name, value) != value:
                 raise self.refusal(name, self.peek(name))
 
-    def list_of(self, name: str, num_layers: int, kind: type, default: list[Any] | None = None) -> list[Any] | None:
+    def list_of(
+        self, name: str, num_layers: int, value_type: type, default: list[Any] | None = None
+    ) -> list[Any] | None:
         """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
         values = self.take(name, None)
         if values is None:
             return default
-        fits = isinstance(values, list) and all(isinstance(value, kind) for value in values)
+        fits = isinstance(values, list) and all(isinstance(value, value_type) for value in values)
         self._expect(fits, name, values, f"a list for {num_layers} layers")
         return values
 
-    def layer_kinds(self, num_layers: int) -> list[str] | None:
-        """Return ``layer_types`` with the names of transformers 5; None if the field is absent."""
+    def layer_types(self, num_layers: int) -> list[str] | None:
+        """Return a copy of ``layer_types`` with the names of transformers 5; None if the field is absent."""
         layer_types = self.list_of("layer_types", num_layers, str)
         if layer_types is None:
             return None
@@ -149,13 +168,16 @@ class Fields:
     def _expect(self, fits: bool, name: str, value: Any, wanted: str) -> None:
         if not fits:
             raise ModelError(
-                f"config.json of {self._architecture} has {name} = {shown(value)}, where {wanted} is expected: "
+                f"config.json of {self._architecture} has {name} = {format_value(value)}, where {wanted} is expected: "
                 "download it again, or correct it."
             )
 
     def typed(self, name: str, default: Any) -> Any:
         """Return a field's value in the type of its default; a list of equal numbers counts as one number."""
-        value = self.take(name, default)
+        self._seen.add(name)
+        value = self.peek(name)
+        if value is None:
+            value = default
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             value = value[0]
         if type(default) is int:
@@ -185,8 +207,8 @@ class Fields:
         """Make the error for an unsupported value; with ``is_unread``, it suggests ignoring the field."""
         ignore = ", or name the field in ignore_fields if it changes nothing" if is_unread else ""
         return ModelError(
-            f"config.json of {self._architecture} has {name} = {shown(value)}, which a model description of this "
-            f"library cannot express; use a checkpoint without it{ignore}."
+            f"config.json of {self._architecture} has {name} = {format_value(value)}, which a model description of "
+            f"this library cannot express; use a checkpoint without it{ignore}."
         )
 
     def refuse_unread(self) -> None:
@@ -197,12 +219,9 @@ class Fields:
                 raise self.refusal(name, value, is_unread=True)
 
 
-def layers_without_experts(fields: Fields) -> tuple[int, ...]:
-    """Read the layers without experts from ``mlp_only_layers`` and ``decoder_sparse_step`` (Qwen's MoE models)."""
-    num_layers = fields.take("num_hidden_layers")
-    step = max(fields.take("decoder_sparse_step", 1), 1)
-    dense_layers = fields.list_of("mlp_only_layers", num_layers, int) or ()
-    return tuple(layer for layer in range(num_layers) if layer in dense_layers or (layer + 1) % step)
+def layers_of_type(layer_types: Sequence[str], layer_type: str) -> tuple[int, ...]:
+    """Return the layers with this entry in ``layer_types``."""
+    return tuple(layer for layer, entry in enumerate(layer_types) if entry == layer_type)
 
 
 def all_but_every(num_layers: int, interval: int) -> tuple[int, ...]:
@@ -210,9 +229,11 @@ def all_but_every(num_layers: int, interval: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
 
 
-def layer_types(num_layers: int, layers: Collection[int], kind: str, other: str = "full_attention") -> list[str]:
-    """Make ``layer_types`` of a ``config.json``: ``kind`` for some layers, ``other`` for all others."""
-    types = [other] * num_layers
+def write_layer_types(
+    num_layers: int, layers: Collection[int], layer_type: str, other: str = "full_attention"
+) -> list[str]:
+    """Make ``layer_types`` of a ``config.json``: ``layer_type`` for ``layers``, ``other`` for all others."""
+    layer_types = [other] * num_layers
     for layer in layers:
-        types[layer] = kind
-    return types
+        layer_types[layer] = layer_type
+    return layer_types

@@ -15,11 +15,14 @@ from torchtune.models._rope_scaling import (
     YarnRopeScaling,
 )
 
-# Fields of several types of scaling: (name in config.json, name in the class, type).
+# Pre-training context length, beside the parameters of a scaling or at the top level of a file.
+_ORIGINAL_FIELD = "original_max_position_embeddings"
+_MAX_FACTORS = 2**14  # numbers in a list of LongRoPE; more than the pairs of channels of any head
+# Parameters of several types of scaling: (name in config.json, name in the class, type).
 _FACTOR = ("factor", "factor", float)
-_ORIGINAL = ("original_max_position_embeddings", "original_max_seq_len", int)
+_ORIGINAL = (_ORIGINAL_FIELD, "original_max_seq_len", int)
 _MAGNITUDE = ("attention_factor", "attention_factor", float)
-# rope_type -> (class, fields as above).
+# rope_type -> (class, parameters as above).
 _SCALINGS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]] = {
     "linear": (LinearRopeScaling, (_FACTOR,)),
     "dynamic": (DynamicRopeScaling, (_FACTOR, _ORIGINAL)),
@@ -57,6 +60,7 @@ _SCALINGS: dict[str, tuple[type[RopeScaling], tuple[tuple[str, str, type], ...]]
     ),
     "proportional": (ProportionalRopeScaling, (("partial_rotary_factor", "fraction", float), _FACTOR)),
 }
+# Parameters with a default in their class.
 _OPTIONAL = {
     "partial_rotary_factor",
     "attention_factor",
@@ -66,7 +70,7 @@ _OPTIONAL = {
     "mscale_all_dim",
     "truncate",
 }
-# Fields beside a scaling's own that do not change it.
+# Keys beside the parameters of a scaling that do not change it.
 _NO_EFFECT = {"finetuned", "original_max_position_embeddings", "rope_theta", "partial_rotary_factor"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -88,18 +92,23 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
         # Some files have these fields, but they are unused.
         fields.skip("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
         return {}
-    has_window_base = "window" in allowed or "kinds" in allowed
-    head_dim = _read_head_dim(fields)
+    has_window_base = "window" in allowed or "by_layer_type" in allowed
+    head_dim = fields.take("head_dim", 0)
+    if not head_dim:
+        head_dim = fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1)
+    head_dim = head_dim or 1  # Description raises for 0, with the name of the field
+
+    # Before transformers 5, the base and the rotated fraction are fields of their own.
     base = fields.take("rope_theta", 10_000.0)
-    partial = _read_partial(fields, allowed, head_dim)
+    fraction = _read_rotated_fraction(fields, allowed, head_dim)
     window_base = fields.take("rope_local_base_freq", None)
     parameters = dict(fields.take("rope_parameters", None) or {})
     scaling = fields.take("rope_scaling", None)
-    name = "rope_scaling" if scaling or not parameters else "rope_parameters"
-    if "kinds" in allowed:  # transformers reads only rope_parameters
+    field_name = "rope_scaling" if scaling or not parameters else "rope_parameters"
+    if "by_layer_type" in allowed:  # transformers reads only rope_parameters
         fields.require(rope_theta=None, rope_scaling=None, rope_local_base_freq=None)
     if has_window_base:
-        full, windowed = _parameters_by_layer_type(fields, parameters, must_have_base="kinds" in allowed)
+        full, windowed = _parameters_by_layer_type(fields, parameters, must_have_base="by_layer_type" in allowed)
         window_base = windowed.get("rope_theta", window_base)
         rope = {**full, **(scaling or {})}
     elif parameters.keys() & set(_LAYER_TYPES):
@@ -109,44 +118,37 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     if "sections" in allowed:  # only images need them: the three positions of a text token are equal
         rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
 
-    # From here on, what is read is removed from ``rope``, until only the fields of the scaling are left.
+    # From here on, values that are read are removed from ``rope``, until only the parameters of the scaling remain.
     values: dict[str, Any] = {}
     if "growth" in allowed:
-        values |= _read_growth(fields, name, rope)
-    base = _number(fields, "rope_theta", rope.pop("rope_theta", None), base)
-    if rope.get("rope_type") != "proportional":  # in this type, the factor is a parameter of the scaling
-        rope_partial = rope.pop("partial_rotary_factor", None)
-        if "kinds" not in allowed:
-            partial = _number(fields, "partial_rotary_factor", rope_partial, partial)
-    if partial != 1.0:
+        values |= _read_growth(fields, field_name, rope)
+    base = _positive(fields, "rope_theta", rope.pop("rope_theta", None), base)
+    if rope.get("rope_type") != "proportional":  # in this type, the fraction is a parameter of the scaling
+        rope_fraction = rope.pop("partial_rotary_factor", None)
+        if "by_layer_type" not in allowed:
+            fraction = _positive(fields, "partial_rotary_factor", rope_fraction, fraction)
+    if fraction != 1.0:
         if "partial" not in allowed:
-            raise fields.refusal("partial_rotary_factor", partial)
-        values["rope_dim"] = int(head_dim * partial)
+            raise fields.refusal("partial_rotary_factor", fraction)
+        values["rope_dim"] = int(head_dim * fraction)
     if window_base is not None:
         if not has_window_base:
             raise fields.refusal("rope_local_base_freq", window_base)
-        values["rope_window_base"] = _number(fields, "rope_theta", window_base)
+        values["rope_window_base"] = _positive(fields, "rope_theta", window_base)
     is_dynamic = "dynamic" in (rope.get("rope_type"), rope.get("type"))
     if "alpha" in allowed and rope.get("alpha") and is_dynamic:
-        # NTK-aware scaling with a constant alpha: another base for all sequence lengths
-        alpha = _number(fields, f"{name}.alpha", rope["alpha"])
+        # NTK-aware scaling with a constant alpha: another base for all sequence lengths. The exponent stretches the
+        # longest wavelength by alpha, and leaves the shortest one as it is.
+        alpha = _positive(fields, f"{field_name}.alpha", rope["alpha"])
         base = base * alpha ** (head_dim / (head_dim - 2))
         rope = {}
     values["rope_base"] = base
-    values["rope_scaling"] = _read_scaling(fields, name, rope)
+    values["rope_scaling"] = _read_scaling(fields, field_name, rope)
     return values
 
 
-def _read_head_dim(fields: Fields) -> int:
-    """Return the head dimension; 1 instead of 0, for which Description raises."""
-    head_dim = fields.take("head_dim", 0)
-    if not head_dim:
-        head_dim = fields.take("hidden_size") // max(fields.take("num_attention_heads"), 1)
-    return head_dim or 1
-
-
-def _read_partial(fields: Fields, allowed: tuple[str, ...], head_dim: int) -> float:
-    """Return the fraction of a head's channels that are rotated."""
+def _read_rotated_fraction(fields: Fields, allowed: tuple[str, ...], head_dim: int) -> float:
+    """Return the fraction of a head's channels that are rotated, from the fields outside of ``rope_parameters``."""
     rotary_dim = fields.take("rotary_dim", head_dim) if "dim" in allowed else head_dim
     if fields.has("partial_rotary_factor"):
         rotary_dim = head_dim  # even null has precedence, and means 1
@@ -175,44 +177,46 @@ def _parameters_by_layer_type(
     return full, windowed
 
 
-def _read_growth(fields: Fields, name: str, rope: dict[str, Any]) -> dict[str, Any]:
-    """Read the scaling of queries by position, which ``transformers`` requires."""
+def _read_growth(fields: Fields, field_name: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """Read the scaling of queries by position, which ``transformers`` requires, and remove it from ``rope``."""
     rope.pop("max_position_embeddings", None)  # repeats the field of the config
     beta = rope.pop("llama_4_scaling_beta", None)
     if not is_number(beta):
-        raise fields.refusal(f"{name}.llama_4_scaling_beta", beta)
-    span = fields.take(_ORIGINAL[0], None) or rope.get(_ORIGINAL[0])
+        raise fields.refusal(f"{field_name}.llama_4_scaling_beta", beta)
+    span = fields.take(_ORIGINAL_FIELD, None) or rope.get(_ORIGINAL_FIELD)
     if span is None and "yarn" in (rope.get("rope_type"), rope.get("type")):
         span = fields.take("max_position_embeddings")
     return {
         "query_growth": float(beta),
-        "query_growth_span": _convert(fields, f"{name}.{_ORIGINAL[0]}", span, int),
+        "query_growth_span": _convert(fields, f"{field_name}.{_ORIGINAL_FIELD}", span, int),
     }
 
 
-def _number(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
-    """Check that the value, or the default, is a number above 0."""
+def _positive(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
+    """Return the value, or the default if it is None, as a number above 0."""
     value = default if value is None else value
     if not is_number(value) or value <= 0:
         raise fields.refusal(name, value)
     return float(value)
 
 
-def _convert(fields: Fields, name: str, value: Any, kind: type) -> Any:
+def _convert(fields: Fields, name: str, value: Any, value_type: type) -> Any:
     """Convert a value of a scaling to its type: a whole number above 0, a number, a bool or a tuple of numbers."""
-    if kind is int and is_whole(value, 2**40) and value:
+    if value_type is int and is_whole(value, 2**40) and value:
         return int(value)
-    if kind is float and is_number(value):
+    if value_type is float and is_number(value):
         return float(value)
-    if kind is bool and isinstance(value, bool):
+    if value_type is bool and isinstance(value, bool):
         return value
-    if kind is tuple and isinstance(value, list | tuple) and 0 < len(value) < 2**14 and all(map(is_number, value)):
-        return tuple(float(number) for number in value)
+    if value_type is tuple and isinstance(value, list | tuple) and 0 < len(value) < _MAX_FACTORS:
+        numbers = [number for number in value if is_number(number)]
+        if len(numbers) == len(value):
+            return tuple(float(number) for number in numbers)
     raise fields.refusal(name, value)
 
 
-def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeScaling | None:
-    """Read the fields of ``rope_scaling`` or ``rope_parameters`` beside the base; None without scaling."""
+def _read_scaling(fields: Fields, field_name: str, scaling: dict[str, Any]) -> RopeScaling | None:
+    """Read the parameters of ``rope_scaling`` or ``rope_parameters`` beside the base; None without scaling."""
     older_type = scaling.pop("type", None)
     rope_type = scaling.pop("rope_type", None) or older_type or "default"
     if rope_type == "su" or (rope_type == "yarn" and "short_factor" in scaling):  # in early files of Phi-3
@@ -220,49 +224,51 @@ def _read_scaling(fields: Fields, name: str, scaling: dict[str, Any]) -> RopeSca
     if rope_type == "default":
         return None
     if not isinstance(rope_type, str) or rope_type not in _SCALINGS:
-        raise fields.refusal(name, fields.peek(name))
-    _complete_scaling(fields, name, rope_type, scaling)
+        raise fields.refusal(field_name, fields.peek(field_name))
+    _complete_scaling(fields, field_name, rope_type, scaling)
     scaling_class, table = _SCALINGS[rope_type]
     values = {}
-    for key, field, kind in table:
+    for key, attribute, value_type in table:
         value = scaling.pop(key, None)
         if value is not None:
-            values[field] = _convert(fields, f"{name}.{key}", value, kind)
+            values[attribute] = _convert(fields, f"{field_name}.{key}", value, value_type)
         elif key not in _OPTIONAL:
-            raise ModelError(f"config.json: {name} of type {rope_type} lacks the field '{key}'.")
+            raise ModelError(f"config.json: {field_name} of type {rope_type} lacks the field '{key}'.")
     unread = {key for key, value in scaling.items() if value is not None} - _NO_EFFECT
     if unread:
-        raise fields.refusal(f"{name}.{min(unread)}", scaling[min(unread)])
+        key = min(unread)
+        raise fields.refusal(f"{field_name}.{key}", scaling[key])
     return scaling_class(**values)
 
 
-def _complete_scaling(fields: Fields, name: str, rope_type: str, scaling: dict[str, Any]) -> None:
-    """Add the fields of a scaling that ``transformers`` takes from the config or computes."""
-    key = _ORIGINAL[0]
+def _complete_scaling(fields: Fields, field_name: str, rope_type: str, scaling: dict[str, Any]) -> None:
+    """Add the parameters of a scaling that ``transformers`` takes from the config or computes."""
     max_seq_len = fields.take("max_position_embeddings")
-    original = fields.take(key, None)
+    original = fields.take(_ORIGINAL_FIELD, None)
     if original is None:
-        original = _convert(fields, f"{name}.{key}", scaling.get(key, max_seq_len), int)
+        value = scaling.get(_ORIGINAL_FIELD, max_seq_len)
+        original = _convert(fields, f"{field_name}.{_ORIGINAL_FIELD}", value, int)
     if rope_type == "proportional":
-        scaling.pop(key, None)
+        scaling.pop(_ORIGINAL_FIELD, None)
         scaling["factor"] = scaling.get("factor") or 1.0
     elif rope_type == "dynamic":
-        scaling[key] = max_seq_len
+        # The base grows with sequences beyond max_position_embeddings, whatever the other field says.
+        scaling[_ORIGINAL_FIELD] = max_seq_len
     elif rope_type != "linear":
-        scaling[key] = original
+        scaling[_ORIGINAL_FIELD] = original
     if rope_type in ("yarn", "longrope") and scaling.get("factor") is None:
         scaling["factor"] = max_seq_len / original
 
 
 def write_growth(d: Description) -> dict[str, Any]:
-    """Make ``rope_scaling`` of a ``config.json``, including the scaling of queries by position."""
+    """Make ``rope_scaling`` of a ``config.json``, with the scaling of queries by position."""
     scaling = write_scaling(d.rope_scaling) or {"rope_type": "default"}
-    scaling["original_max_position_embeddings"] = d.query_growth_span
+    scaling[_ORIGINAL_FIELD] = d.query_growth_span
     scaling["llama_4_scaling_beta"] = d.query_growth
     return {"rope_scaling": scaling}
 
 
-def write_kinds(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:
+def write_rope_by_layer_type(base: float, scaling: RopeScaling | None, window_base: float | None) -> dict[str, Any]:
     """Make ``rope_parameters`` of a ``config.json``, with one object per type of layer."""
     full = {"rope_theta": base, **(write_scaling(scaling) or {"rope_type": "default"})}
     if window_base is None:
@@ -275,8 +281,8 @@ def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     for rope_type, (scaling_class, table) in _SCALINGS.items():
         if isinstance(scaling, scaling_class):
             config: dict[str, Any] = {"rope_type": rope_type}
-            for key, field, _ in table:
-                value = getattr(scaling, field)
+            for key, attribute, _ in table:
+                value = getattr(scaling, attribute)
                 if value is not None:
                     config[key] = list(value) if isinstance(value, tuple) else value
             return config

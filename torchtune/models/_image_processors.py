@@ -89,7 +89,7 @@ class ImageProcessor:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
             raise DataError(f"{_FILE}: only {name} and a factor of 1/255 are supported")
         values: dict[str, Any] = {}
-        for name, value in cls.numbers(config, model).items():
+        for name, value in cls.read_sizes(config, model).items():
             if value is None:
                 continue
             if not isinstance(value, int) or value < 1:
@@ -101,7 +101,7 @@ class ImageProcessor:
         return cls(**values)
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the integer attributes in the arguments of :meth:`from_config`; None stands for the default."""
         raise NotImplementedError
 
@@ -134,9 +134,9 @@ class ImageProcessor:
         """
         if not isinstance(image, Video):
             plan = self.plan(image.size)
-            return self.cut(self.resized(image, plan.width, plan.height))
+            return self.patches_of(self.resized(image, plan.width, plan.height))
         plan = self.plan(image_size(image))
-        frames = [self.cut(self.resized(frame, plan.width, plan.height)) for frame in image.frames]
+        frames = [self.patches_of(self.resized(frame, plan.width, plan.height)) for frame in image.frames]
         frames += frames[-1:] * (-len(frames) % self.frames)  # the last frame is repeated, until a patch is full
         patches_per_frame, values_per_patch = frames[0].shape
         # [patches in time, frames of a patch, patches of a frame, color, pixel]
@@ -154,19 +154,19 @@ class ImageProcessor:
         """Conversion of the pixels to the values of patches."""
         return Colors(self.mean, self.std, 3 * self.frames * self.patch_size**2, self.channels_last)
 
-    def plan_of(self, height: int, width: int) -> Plan:
+    def plan_for_size(self, height: int, width: int) -> Plan:
         """Return the plan of an image that is resized to ``height`` and ``width``."""
         rows = height // self.patch_size
         columns = width // self.patch_size
         return Plan(height, width, ((1, rows, columns),), rows * columns // self.merge**2)
 
-    def plan_of_frames(self, plan: Plan, texts: Sequence[str]) -> Plan:
+    def plan_for_frames(self, plan: Plan, texts: Sequence[str]) -> Plan:
         """Return the plan of a video, from the plan of one frame; ``texts`` has one text per frame of patches."""
         count = len(texts)
         grids = ((count, *plan.grids[0][1:]),)
         return plan._replace(grids=grids, tokens=count * plan.tokens, texts=tuple(texts))
 
-    def cut(self, image: Any) -> np.ndarray:
+    def patches_of(self, image: Any) -> np.ndarray:
         """Return the patches of a resized image; pixels beyond the last block are dropped.
 
         Blocks of ``merge`` x ``merge`` patches that become one token are consecutive.
@@ -185,7 +185,7 @@ class ImageProcessor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledProcessor(ImageProcessor):
+class TiledImageProcessor(ImageProcessor):
     """Base class of image processors that cut a large image into tiles and add the resized whole image as a tile.
 
     Attributes:
@@ -210,7 +210,7 @@ class TiledProcessor(ImageProcessor):
             )
         return processor
 
-    def plan_of_tiles(self, height: int, width: int) -> Plan:
+    def plan_for_tiles(self, height: int, width: int) -> Plan:
         """Return the plan of an image of ``height`` x ``width`` pixels that is cut into tiles."""
         num_tiles = height * width // self.tile**2
         if num_tiles > 1:
@@ -218,7 +218,7 @@ class TiledProcessor(ImageProcessor):
         side = self.tile // self.patch_size
         return Plan(height, width, ((1, side, side),) * num_tiles, num_tiles * (side // self.merge) ** 2)
 
-    def cut_tiles(self, image: Any, whole: Any) -> np.ndarray:
+    def patches_of_tiles(self, image: Any, whole: Any) -> np.ndarray:
         """Return the patches of the tiles of ``image``; if there are several, also of ``whole``, resized to a tile."""
         tiles = []
         for top in range(0, image.height, self.tile):
@@ -226,4 +226,4 @@ class TiledProcessor(ImageProcessor):
                 tiles.append(image.crop((left, top, left + self.tile, top + self.tile)))
         if len(tiles) > 1:
             tiles.append(self.resized(whole, self.tile, self.tile))
-        return np.concatenate([self.cut(tile) for tile in tiles])
+        return np.concatenate([self.patches_of(tile) for tile in tiles])

@@ -1,7 +1,7 @@
 """Transform of vision-language models: converts text and images of a conversation to tokens and patches."""
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,13 @@ class ImageEncoder:
             grids += plan.grids
             steps += [plan.step] * len(plan.grids)
         cached: list[Any] = []
+        media_to_read = list(media)
         if self.image_cache is not None:
-            for image, plan in zip(media, plans, strict=True):
-                cached.append(self.image_cache.find(image, plan.grids))
-        pixels = join_pixels(each_image(self._pixels, _without_cached(media, cached)), self.processor.colors)
+            for index, plan in enumerate(plans):
+                cached.append(self.image_cache.find(media[index], plan.grids))
+                if cached[index].features is not None:
+                    media_to_read[index] = None  # an image with cached features is not decoded
+        pixels = join_pixels(each_image(self._pixels, media_to_read), self.processor.colors)
         merge = self.processor.merge
         check_placeholders(tokens, self.image_tokens, grids, merge)
         indices = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
@@ -162,26 +165,26 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         for item in message.content:
             if item["type"] == "image":
                 parts.append({"type": "image"})
+            elif item["type"] == "video":
+                # As a text, the placeholder comes without the tokens that templates write around a video.
+                parts.append({"type": "text", "text": self.processor.video_placeholder})
             else:
-                parts.append({"type": "text", "text": self._text(item)})
+                parts.append({"type": "text", "text": self._control_tokens.hide(item["content"])})
         role = "tool" if message.role == "ipython" else message.role
         extra = dict(message.extra)
         if "tool_calls" in extra:
             extra["tool_calls"] = read_tool_calls(extra["tool_calls"] or [])
         return {"role": role, "content": parts, **self._control_tokens.hide(extra)}
 
-    def _text(self, item: Mapping[str, Any]) -> str:
-        """Return a text, or the placeholder of a video without the tokens that templates write around it."""
-        if item["type"] == "video":
-            return self.processor.video_placeholder
-        return self._control_tokens.hide(item["content"])
-
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
     ) -> tuple[Any, Any]:
         prepared = []
         for message in as_messages(messages):
-            prepared.append(_masked(message) if message.contains_media else message)
+            if message.contains_media:
+                message = copy(message)
+                message.masked = True
+            prepared.append(message)
         # Images are longer than their placeholders: the row is cut below.
         tokens, mask = super()._tokenized(prepared, closed, _UNLIMITED, tools)
         media = _media_of(prepared)
@@ -190,10 +193,17 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         if num_placeholders != len(media):
             raise DataError(f"the chat template writes {num_placeholders} placeholders for {len(media)} image(s)")
         row = array("i")
-        row_mask = bytearray()
-        for token, masked in self._expanded(tokens, mask, plans):
-            row.append(token)
-            row_mask.append(masked)
+        row_mask = bytearray()  # 1: masked
+        for token, masked in zip(tokens, mask, strict=True):
+            if token not in self._placeholders:
+                row.append(token)
+                row_mask.append(masked)
+                continue
+            image_layout = self.processor.layout(next(plans))
+            if isinstance(image_layout, str):
+                image_layout = self.encode(image_layout, add_bos=False, add_eos=False)
+            row.extend(image_layout)
+            row_mask.extend([True] * len(image_layout))
         limit = max_seq_len or self.max_seq_len
         eos_id = self.eos_id if closed else None
         cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._turn_end_ids)
@@ -204,18 +214,6 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
             )
         return cut, cut_mask
 
-    def _expanded(self, tokens: Sequence[int], mask: Sequence[int], plans: Iterator[Any]) -> Iterator[tuple[int, int]]:
-        """Yield (token, whether it is masked); the tokens of an image replace its placeholder."""
-        for token, masked in zip(tokens, mask, strict=True):
-            if token not in self._placeholders:
-                yield token, masked
-                continue
-            layout = self.processor.layout(next(plans))
-            if isinstance(layout, str):
-                layout = self.encode(layout, add_bos=False, add_eos=False)
-            for part in layout:
-                yield part, True
-
 
 def _media_of(messages: Sequence[Message]) -> list[Any]:
     """Return the images and videos of messages, in order."""
@@ -223,22 +221,6 @@ def _media_of(messages: Sequence[Message]) -> list[Any]:
     for message in messages:
         media += message.get_media()
     return media
-
-
-def _without_cached(media: Sequence[Any], cached: Sequence[Any]) -> list[Any]:
-    """Replace images with cached features by None, so that they are not decoded."""
-    remaining = list(media)
-    for index, image in enumerate(cached):
-        if image.features is not None:
-            remaining[index] = None
-    return remaining
-
-
-def _masked(message: Message) -> Message:
-    """Return a masked copy of a turn."""
-    message = copy(message)
-    message.masked = True
-    return message
 
 
 def checkpoint_tokenizer(model: nn.Module, path: str | Path) -> HuggingFaceModelTokenizer:
@@ -252,8 +234,9 @@ def checkpoint_tokenizer(model: nn.Module, path: str | Path) -> HuggingFaceModel
         DataError: a file is missing or broken.
     """
     spec = getattr(model, "spec", None)
-    load = hf_tokenizer if spec is None or spec.image_processor is None else image_text_transform
-    return load(str(path))
+    if spec is None or spec.image_processor is None:
+        return hf_tokenizer(str(path))
+    return image_text_transform(str(path))
 
 
 def image_text_transform(path: str, max_seq_len: int | None = None, **options: Any) -> ImageTextTransform:
@@ -283,6 +266,7 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     video_file = folder / "video_preprocessor_config.json"
     if video_file.is_file():
         settings["video_processor"] = read_json(video_file, DataError)
+    # processor_config.json of transformers 5 nests the settings of the image processor.
     settings |= settings.get("image_processor", {})
     processor = spec.image_processor(settings, config)
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:

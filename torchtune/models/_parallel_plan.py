@@ -33,17 +33,18 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
                 f"tensor_parallel_dim: {type(conversion).__name__} counts the tokens of whole sequences, of which each "
                 "rank has a part: set it to 1, or leave out the balancing."
             )
-    unsplit = _unsplit_layers(model)
-    if unsplit is not None:
+    if model.layer_embeddings is not None or model.kv_sources:
         raise ParallelError(
-            f"tensor_parallel_dim: a model {unsplit} cannot be split by tensor parallelism: set it to 1, and "
-            "data_parallel_shard_dim to -1 to shard the weights instead."
+            "tensor_parallel_dim: a model whose layers embed tokens or share keys and values cannot be split by tensor "
+            "parallelism: set it to 1, and data_parallel_shard_dim to -1 to shard the weights instead."
         )
     plan: dict[str, ParallelStyle] = {}
     for index, layer in enumerate(model.layers):
         for name, style in _layer_plan(layer).items():
             plan[f"layers.{index}.{name}"] = style
     plan["tok_embeddings"] = VocabParallel()
+    # The residual stream is [b, s / ranks, d] up to this norm, whose result is all-gathered: every rank multiplies all
+    # positions with its rows of the output projection.
     plan["norm"] = ReplicatedNorm(gather=True)
     description = model.description
     if description is not None and description.is_classifier:
@@ -74,6 +75,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
     for name in ("attn", "mixer"):
         module = getattr(layer, name)
         if isinstance(module, RecurrentMixer):
+            # Its weights are replicated: heads are exchanged for positions inside of it.
             plan[name] = SequenceParallel()
         elif module is not None:
             for child, style in _attention_plan(module).items():
@@ -82,6 +84,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
     if isinstance(layer.mlp, MoE):
         plan["mlp"] = SequenceParallel("experts")
     elif layer.mlp is not None:
+        # Between layers, a rank has some of the positions; attention and feed-forward need all of them.
         plan["mlp"] = GatherInput()
         plan["mlp.w1"] = ColwiseParallel()
         plan["mlp.w2"] = RowwiseParallel()
@@ -91,7 +94,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
 
 
 def _attention_plan(attention: nn.Module) -> dict[str, "ParallelStyle"]:
-    """Return the styles of the modules of attention by name."""
+    """Return the styles of the modules of attention by name: each rank has some of the heads."""
     from torchtune.modules import LatentAttention
     from torchtune.modules.parallel import (
         ColwiseParallel,
@@ -126,10 +129,3 @@ def _attention_plan(attention: nn.Module) -> dict[str, "ParallelStyle"]:
         plan["q_norm"] = norm_style()
         plan["k_norm"] = norm_style()
     return plan
-
-
-def _unsplit_layers(model: nn.Module) -> str | None:
-    """Return what a model has that tensor parallelism does not split, or None."""
-    if model.layer_embeddings is not None or model.kv_sources:
-        return "whose layers embed tokens or share keys and values"
-    return None

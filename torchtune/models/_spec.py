@@ -72,13 +72,17 @@ class ModelSpec:
 
     def untrained_names(self, names: Collection[str], description: Description) -> set[str]:
         """Select the names of untrained weights in a Hugging Face checkpoint; see the attributes ``untrained…``."""
-        prefixes = list(self.untrained)
+        prefixes = set(self.untrained)
         if self.untrained_layers is not None:
-            layers = _layers_beyond_last(names, description.num_layers, self.untrained_layers)
-            prefixes += [f"model.layers.{layer}." for layer in layers]
+            pattern = re.compile(rf"(model\.layers\.(\d+)\.){re.escape(self.untrained_layers)}")
+            for name in names:
+                match = pattern.fullmatch(name)
+                # Layers of multi-token prediction are numbered after those of the model.
+                if match and int(match[2]) >= description.num_layers:
+                    prefixes.add(match[1])
         for module_prefix, layers_attribute in self.untrained_modules:
             for layer in getattr(description, layers_attribute):
-                prefixes.append(f"{self.layers_prefix}{layer}.{module_prefix}")
+                prefixes.add(f"{self.layers_prefix}{layer}.{module_prefix}")
         return {name for name in names if name.startswith(tuple(prefixes))}
 
     def weight_map(self, kind: str = "hf") -> WeightMap:
@@ -126,14 +130,14 @@ class ModelSpec:
         """Return the other modules that checkpoints and ``peft`` fuse with modules of ``paths`` into one projection."""
         neighbors: dict[str, None] = {}  # a set that keeps the order
         for path in paths:
-            neighbors |= dict.fromkeys(self.modules_together(path, description))
+            neighbors |= dict.fromkeys(self.fused_modules(path, description))
         return [path for path in neighbors if path not in paths]
 
-    def modules_together(self, path: str, description: Description) -> tuple[str, ...]:
+    def fused_modules(self, path: str, description: Description) -> tuple[str, ...]:
         """Return the modules that checkpoints and ``peft`` fuse with the module ``path``, and itself."""
         if "hf" not in self.weight_maps:
             return (path,)
-        return self.weight_maps["hf"].adapted_together(path, description)
+        return self.weight_maps["hf"].fused_modules(path, description)
 
     def check_adapters(self, paths: Collection[str], description: Description) -> None:
         """Check before training that PEFT's format can express the adapters.
@@ -155,18 +159,7 @@ class ModelSpec:
                 )
 
 
-def _layers_beyond_last(names: Collection[str], num_layers: int, suffix: str) -> set[int]:
-    """Return the numbers of layers after the model's last one that have a weight with this suffix."""
-    pattern = re.compile(rf"model\.layers\.(\d+)\.{re.escape(suffix)}")
-    layers = set()
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match and int(match[1]) >= num_layers:
-            layers.add(int(match[1]))
-    return layers
-
-
-# Architectures that several families list -> the family that reads them.
+# Architectures that several families have -> the family that reads them, because its options cover the others.
 _READERS = {"LlamaForCausalLM": "llama3", "Phi3ForCausalLM": "phi3", "Qwen2ForCausalLM": "qwen2"}
 
 _registered: dict[str, ModelSpec] = {}
@@ -178,7 +171,7 @@ def _builtin() -> Mapping[str, ModelSpec]:
     specs = {}
     for name in modules_in([str(Path(__file__).parent)]):
         spec = getattr(importlib.import_module(f"torchtune.models.{name}"), "SPEC", None)
-        # Other modules are parts of families, or re-export sizes of another family.
+        # A module without such a SPEC is a part of families (clip), or has sizes of another family (llama3_3).
         if spec is not None and spec.name == name:
             specs[name] = spec
     return specs
@@ -223,15 +216,16 @@ def get_spec(name: str) -> ModelSpec:
         return _registered[name]
     if name in _builtin():
         return _builtin()[name]
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return _checked(entry.load(), f"entry point '{name}'")
+    entries = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if entries:
+        return _check_spec(entries[name].load(), f"entry point '{name}'")
     if "." in name:
         module, _, attribute = name.rpartition(".")
         try:
             value = getattr(importlib.import_module(module), attribute)
         except (ModuleNotFoundError, AttributeError) as error:
             raise ModelError(f"The model family '{name}' could not be imported: {error}.") from error
-        return _checked(value, f"'{name}'")
+        return _check_spec(value, f"'{name}'")
     raise ModelError(f"There is no model family '{name}'; there are: {', '.join(list_specs())}.")
 
 
@@ -263,15 +257,16 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
             return spec
     architectures: set[str] = set()
     for spec in _builtin().values():
-        architectures |= {*spec.architectures}
+        architectures.update(spec.architectures)
     raise ModelError(
         f"No model family reads the architecture '{architecture}'; there are: {', '.join(sorted(architectures))}."
     )
 
 
-def _checked(spec: Any, where: str) -> ModelSpec:
-    if not isinstance(spec, ModelSpec):
+def _check_spec(value: Any, address: str) -> ModelSpec:
+    """Return an object that was loaded from an address; raise :class:`ModelError` if it is not a family."""
+    if not isinstance(value, ModelSpec):
         raise ModelError(
-            f"The model family at {where} is of type {type(spec).__name__}, not a torchtune.models.ModelSpec."
+            f"The model family at {address} is of type {type(value).__name__}, not a torchtune.models.ModelSpec."
         )
-    return spec
+    return value

@@ -245,6 +245,7 @@ class WeightMap:
                 missing += [name for name in group.external if name not in present]
         if missing:
             raise self._missing(missing, description)
+        # In the order of the file, reads of a disk or a network are sequential.
         order = {name: index for index, name in enumerate(names)}
         return sorted(selected, key=lambda group: min(order[name] for name in group.external))
 
@@ -353,13 +354,13 @@ class WeightMap:
         ``peft`` interprets target modules with such names as experts, so adapter files list the layer's weight as a
         target parameter.
         """
-        matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
-        if not matrices:
+        expert_matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
+        if not expert_matrices:
             return False
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
-        return group is not None and _leaf(group.external[0]) in matrices
+        return group is not None and _leaf(group.external[0]) in expert_matrices
 
-    def adapted_together(self, tune_module: str, description: Description) -> tuple[str, ...]:
+    def fused_modules(self, tune_module: str, description: Description) -> tuple[str, ...]:
         """Return our names of all modules that a checkpoint fuses with this one, including itself."""
         suffix = ".lora_a.weight"
         group = _expand(self.peft(), description).by_tune.get(f"{tune_module}{suffix}")
@@ -445,8 +446,11 @@ def _fill(template: str, description: Description, **fixed: int) -> list[str]:
 def _holds(condition: str, description: Description, layer: int | None) -> bool:
     """Return whether a condition of :attr:`Row.when` holds in a layer."""
     value = attrgetter(condition.removeprefix("!"))(description)
-    holds = layer in value if isinstance(value, Sequence | frozenset) else bool(value)
-    return holds != condition.startswith("!")
+    holds = bool(value)
+    if isinstance(value, Sequence | frozenset):  # the indices of the layers in which it holds
+        holds = layer in value
+    is_negated = condition.startswith("!")
+    return not holds if is_negated else holds
 
 
 def _layer_placeholder(row: Row) -> str | None:
@@ -462,12 +466,17 @@ def _layer_placeholder(row: Row) -> str | None:
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
     groups = []
     for row in weight_map.rows:
+        conditions = row.when.split()
         placeholder = _layer_placeholder(row)
-        layers = [None] if placeholder is None else range(attrgetter(_PLACEHOLDERS[placeholder])(description))
+        layers: Sequence[int | None] = [None]  # a row without layers makes one group
+        if placeholder is not None:
+            layers = range(attrgetter(_PLACEHOLDERS[placeholder])(description))
         for layer in layers:
-            if not all(_holds(condition, description, layer) for condition in row.when.split()):
+            if not all(_holds(condition, description, layer) for condition in conditions):
                 continue
-            numbers = {} if layer is None else {placeholder: layer}
+            numbers = {}
+            if layer is not None:
+                numbers[placeholder] = layer
             if placeholder == "layer":
                 numbers |= description.other_numbers(layer)
             external: list[str] = []
@@ -484,13 +493,14 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
         by_external |= dict.fromkeys(group.external, group)
         by_tune |= dict.fromkeys(group.tune, group)
         num_names += len(group.external) + len(group.tune)
+    # Every parameter is mapped exactly once in each direction.
     num_repeated = num_names - len(by_external) - len(by_tune)
     if num_repeated:
         raise ValueError(f"A weight map names {num_repeated} tensors more than once.")
     tied = tuple(tie for tie in weight_map.tied if getattr(description, tie.when))
     ignored: set[str] = set()
     for template in weight_map.ignore:
-        ignored |= {*_fill(template, description)}
+        ignored.update(_fill(template, description))
     return _Table(tuple(groups), by_external, by_tune, tied, frozenset(ignored))
 
 
@@ -499,15 +509,17 @@ def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune
     external_prefixes = dict(prefixes)
     rows = []
     for row in weight_map.rows:
-        external = tuple(rename_prefix(name, external_prefixes) for name in row.external_templates)
-        tune = tuple(f"{tune_prefix}{name}" for name in row.tune_templates)
-        rows.append(
-            replace(
-                row,
-                external=external[0] if isinstance(row.external, str) else external,
-                tune=tune[0] if isinstance(row.tune, str) else tune,
-            )
-        )
+        external: str | tuple[str, ...]
+        if isinstance(row.external, str):
+            external = rename_prefix(row.external, external_prefixes)
+        else:
+            external = tuple(rename_prefix(name, external_prefixes) for name in row.external)
+        tune: str | tuple[str, ...]
+        if isinstance(row.tune, str):
+            tune = f"{tune_prefix}{row.tune}"
+        else:
+            tune = tuple(f"{tune_prefix}{name}" for name in row.tune)
+        rows.append(replace(row, external=external, tune=tune))
     tied = []
     for tie in weight_map.tied:
         external_name = rename_prefix(tie.external, external_prefixes)
@@ -538,11 +550,14 @@ def _peft_rows_of_linear(row: Row) -> list[Row]:
         return []
     external = row.external_templates[0]
     tune = row.tune_templates[0]
-    if "{expert}" in external + tune or not (external.endswith(".weight") and tune.endswith(".weight")):
+    # Other weights are experts, norms (``scale``), biases, and parameters without a module.
+    is_linear = external.endswith(".weight") and tune.endswith(".weight")
+    if not is_linear or "{expert}" in external + tune:
         return []
     external = PEFT_PREFIX + external.removesuffix(".weight")
     tune = tune.removesuffix(".weight")
     return [
+        # An op reorders output rows, which only lora_b and the magnitude have.
         Row(f"{external}.lora_A.weight", f"{tune}.lora_a.weight", when=row.when),
         Row(f"{external}.lora_B.weight", f"{tune}.lora_b.weight", row.op, row.when),
         Row(f"{external}.lora_magnitude_vector", f"{tune}.magnitude", row.op, row.when),

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from torchtune.models._mixers import Names
 from torchtune.models._weight_map import Row, Tied, WeightMap
 from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
 
-# Columns of the following tables: the name in each format.
-_HF = 1
-_META = 2
-_GGUF = 3
-_LAYER = {_HF: "model.layers.{layer}.", _META: "layers.{layer}.", _GGUF: "blk.{layer}."}
+# The names in the following tables are in this order of formats.
+_FORMATS = ("hf", "meta", "gguf")
+_LAYER = {"hf": "model.layers.{layer}.", "meta": "layers.{layer}.", "gguf": "blk.{layer}."}
+_HF_LAYER = _LAYER["hf"]
 # Linear layers of a decoder layer, the layers that have them, and the attribute of the description for their bias.
 _LINEARS = (
     # ours, Hugging Face, Meta, GGUF, when, bias
@@ -64,21 +62,29 @@ _NORM_LAYERS = {
 }
 
 
-def _rows(column: int, qk: Op) -> tuple[Row, ...]:
+def _rows(file_format: str, qk: Op) -> tuple[Row, ...]:
     """Return the rows of one format; ``qk`` reorders the rows of query and key projections."""
-    rows = [Row(row[column], row[0], when=row[4]) for row in _ENDS]
-    for row in _LINEARS:
-        tune, when, bias = row[0], row[4], row[5]
-        op = qk if tune in ("attn.q_proj", "attn.k_proj") else Identity()
-        # In latent attention, q_bias is the bias of the latent of queries.
-        bias_when = "attn_layers q_bias !kv_latent_dim" if bias == "q_bias" else f"{when} {bias}"
-        external = _LAYER[column] + row[column]
+    column = _FORMATS.index(file_format)
+    rows = []
+    for tune, *names, when in _ENDS:
+        rows.append(Row(names[column], tune, when=when))
+    for tune, *names, when, bias in _LINEARS:
+        external = f"{_LAYER[file_format]}{names[column]}"
+        op: Op = Identity()
+        if tune in ("attn.q_proj", "attn.k_proj"):
+            op = qk
+        bias_when = f"{when} {bias}"
+        if bias == "q_bias":
+            # In latent attention, q_bias is the bias of the latent of queries.
+            bias_when = "attn_layers q_bias !kv_latent_dim"
         rows.append(Row(f"{external}.weight", f"layers.{{layer}}.{tune}.weight", op, when))
         rows.append(Row(f"{external}.bias", f"layers.{{layer}}.{tune}.bias", op, bias_when))
-    for row in _NORMS:
-        tune, when = row[0], row[4]
-        op = qk if tune.startswith("attn.") else Identity()
-        rows.append(Row(f"{_LAYER[column]}{row[column]}.weight", f"layers.{{layer}}.{tune}.scale", op, when))
+    for tune, *names, when in _NORMS:
+        op = Identity()
+        if tune.startswith("attn."):  # norms of queries and keys have the order of their channels
+            op = qk
+        external = f"{_LAYER[file_format]}{names[column]}"
+        rows.append(Row(f"{external}.weight", f"layers.{{layer}}.{tune}.scale", op, when))
     return tuple(rows)
 
 
@@ -100,26 +106,28 @@ def hf_names(
             default ``self_attn.q_norm`` and ``self_attn.k_norm``.
         fused: projections that the checkpoint fuses: ``"qkv"``, ``"gate_up"``.
     """
-    rows = [*_rows(_HF, qk), Row("score.weight", "output.weight", when="is_classifier")]
+    rows = [*_rows("hf", qk), Row("score.weight", "output.weight", when="is_classifier")]
     for norm, name in (qk_norms or {}).items():
         for index, row in enumerate(rows):
             if row.tune == f"layers.{{layer}}.{norm}.scale":
-                rows[index] = replace(row, external=f"{_LAYER[_HF]}{name}.weight")
+                rows[index] = replace(row, external=f"{_HF_LAYER}{name}.weight")
+    # A family that names its norms has only those, and may have norms of outputs.
     if norms is not None:
         rows = [row for row in rows if not row.tune.endswith(("sa_norm.scale", "mlp_norm.scale"))]
         for norm, name in norms.items():
             tune = f"layers.{{layer}}.{norm}.scale"
-            rows.append(Row(f"{_LAYER[_HF]}{name}.weight", tune, when=_NORM_LAYERS[norm]))
+            rows.append(Row(f"{_HF_LAYER}{name}.weight", tune, when=_NORM_LAYERS[norm]))
     for projection in fused:
         name, modules, sizes, layers, bias = _FUSED[projection]
         weights = tuple(f"layers.{{layer}}.{module}.weight" for module in modules)
         biases = tuple(f"layers.{{layer}}.{module}.bias" for module in modules)
         rows = [row for row in rows if row.tune not in (*weights, *biases)]
-        rows.append(Row(f"{_LAYER[_HF]}{name}.weight", weights, Split(sizes), when=layers))
-        rows.append(Row(f"{_LAYER[_HF]}{name}.bias", biases, Split(sizes), when=f"{layers} {bias}"))
+        rows.append(Row(f"{_HF_LAYER}{name}.weight", weights, Split(sizes), when=layers))
+        rows.append(Row(f"{_HF_LAYER}{name}.bias", biases, Split(sizes), when=f"{layers} {bias}"))
     return WeightMap(
         tuple(rows),
         tied=(Tied("lm_head.weight", "tok_embeddings.weight"),),
+        # Frequencies of RoPE, which early releases of transformers saved, and a bias of classifiers, which it ignores.
         ignore=(
             "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
             "model.rotary_emb.inv_freq",
@@ -139,9 +147,9 @@ def experts(weight_map: WeightMap, block: str, gate: str, up: str, down: str, bi
         down: external name of an expert's ``down_proj``.
         bias: external name, in the mixture, of the router's selection bias.
     """
-    external = f"{_LAYER[_HF]}{block}."
+    external = f"{_HF_LAYER}{block}."
     tune = "layers.{layer}.mlp."
-    stack = Stack(transpose=True)
+    stack = Stack(transpose=True)  # files have a matrix [out, in] for each expert; ours are one tensor [e, in, out]
     rows = [Row(f"{external}gate.weight", f"{tune}router.gate.weight", when="expert_layers")]
     if bias is not None:
         rows.append(Row(f"{external}{bias}", f"{tune}router.selection_bias", when="expert_layers"))
@@ -165,13 +173,13 @@ def with_fused_experts(weight_map: WeightMap, block: str, *, transpose: bool = T
         both: whether both layouts exist: published files have ``[in, out]``, modules and files of ``transformers`` have
             ``[out, in]``.
     """
-    external = f"{_LAYER[_HF]}{block}.experts."
+    external = f"{_HF_LAYER}{block}.experts."
     tune = "layers.{layer}.mlp.experts."
     rows = [row for row in weight_map.rows if not row.tune_templates[0].startswith(tune)]
-    op = partial(FusedExperts, transpose=transpose and not both, peft_swaps=not transpose, both=both)
-    inputs = (f"{tune}gate_proj", f"{tune}up_proj")
-    rows.append(Row(f"{external}gate_up_proj", inputs, op(2), "expert_layers"))
-    rows.append(Row(f"{external}down_proj", f"{tune}down_proj", op(1), "expert_layers"))
+    gate_up = FusedExperts(parts=2, transpose=transpose and not both, peft_swaps=not transpose, both=both)
+    down = replace(gate_up, parts=1)
+    rows.append(Row(f"{external}gate_up_proj", (f"{tune}gate_proj", f"{tune}up_proj"), gate_up, when="expert_layers"))
+    rows.append(Row(f"{external}down_proj", f"{tune}down_proj", down, when="expert_layers"))
     return replace(weight_map, rows=tuple(rows))
 
 
@@ -183,7 +191,7 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
         block: external name of the shared expert in a layer.
         gate: external name of the shared expert's gate; None if it has no gate.
     """
-    external = f"{_LAYER[_HF]}{block}."
+    external = f"{_HF_LAYER}{block}."
     tune = "layers.{layer}.mlp."
     when = "expert_layers shared_expert_dim"
     rows = [
@@ -192,7 +200,7 @@ def shared_expert(weight_map: WeightMap, block: str, gate: str | None = None) ->
         Row(f"{external}up_proj.weight", f"{tune}shared_expert.w3.weight", when=f"{when} mlp_gated"),
     ]
     if gate is not None:
-        external_gate = f"{_LAYER[_HF]}{gate}.weight"
+        external_gate = f"{_HF_LAYER}{gate}.weight"
         rows.append(Row(external_gate, f"{tune}shared_gate.weight", when=f"{when} shared_expert_gate"))
     return weight_map.extended(rows)
 
@@ -208,8 +216,10 @@ def mixers(weight_map: WeightMap, names: Names, module: str = "attn") -> WeightM
     """
     rows = []
     for name, parameter, *op in names:
-        when = "mixer_layers mixer_has_norm" if parameter.startswith("norm.") else "mixer_layers"
-        rows.append(Row(f"{_LAYER[_HF]}{name}", f"layers.{{layer}}.{module}.{parameter}", *op, when=when))
+        when = "mixer_layers"
+        if parameter.startswith("norm."):
+            when = "mixer_layers mixer_has_norm"
+        rows.append(Row(f"{_HF_LAYER}{name}", f"layers.{{layer}}.{module}.{parameter}", *op, when=when))
     return weight_map.extended(rows)
 
 
@@ -226,7 +236,7 @@ def latent_attention(weight_map: WeightMap) -> WeightMap:
         ("kv_a_layernorm.weight", "kv_down_norm.scale", "kv_latent_dim"),
         ("kv_b_proj.weight", "kv_proj.weight", "kv_latent_dim"),
     ):
-        external = f"{_LAYER[_HF]}self_attn.{name}"
+        external = f"{_HF_LAYER}self_attn.{name}"
         rows.append(Row(external, f"layers.{{layer}}.attn.{parameter}", when=f"attn_layers {when}"))
     return weight_map.extended(rows)
 
@@ -293,13 +303,13 @@ HF_INTERLEAVED = hf_names(InterleaveRope())
 HF_HALF = hf_names(Identity())
 # Meta's consolidated files have interleaved queries and keys, like ours, and a copy of a tied output projection.
 META = WeightMap(
-    _rows(_META, Identity()),
+    _rows("meta", Identity()),
     tied=(Tied("output.weight", "tok_embeddings.weight", write=True),),
     ignore=("rope.freqs",),
 )
 # As in our weights, llama.cpp interleaves the rows of queries and keys for Llama, but not for Qwen.
 GGUF = WeightMap(
-    _rows(_GGUF, Identity()),
+    _rows("gguf", Identity()),
     tied=(Tied("output.weight", "tok_embeddings.weight"),),
     ignore=("rope_freqs.weight",),
 )

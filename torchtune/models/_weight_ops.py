@@ -175,8 +175,7 @@ class Split(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""
-        (fused,) = tensors
-        return list(fused.split([attrgetter(size)(description) for size in self.sizes]))
+        return list(tensors[0].split([attrgetter(size)(description) for size in self.sizes]))
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Concatenate the parts into a fused tensor."""
@@ -198,17 +197,16 @@ class HeadGroups(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Reorder rows from groups of parts to parts of groups."""
-        (grouped,) = tensors
         num_groups, sizes = self._group_sizes(description)
-        parts = grouped.unflatten(0, (num_groups, sum(sizes))).split(sizes, dim=1)  # [group, rows of a part, ...]
+        grouped = tensors[0].unflatten(0, (num_groups, sum(sizes)))  # [groups, rows of a group, ...]
+        parts = grouped.split(sizes, dim=1)  # each [groups, rows of the part, ...]
         return [torch.cat([part.flatten(0, 1) for part in parts])]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Reorder rows from parts of groups to groups of parts."""
-        (by_part,) = tensors
         num_groups, sizes = self._group_sizes(description)
-        parts = by_part.split([num_groups * size for size in sizes])
-        grouped = torch.cat([part.unflatten(0, (num_groups, -1)) for part in parts], dim=1)
+        parts = tensors[0].split([num_groups * size for size in sizes])
+        grouped = torch.cat([part.unflatten(0, (num_groups, -1)) for part in parts], dim=1)  # [groups, rows, ...]
         return [grouped.flatten(0, 1)]
 
     def _group_sizes(self, description: Description) -> tuple[int, list[int]]:
@@ -238,6 +236,7 @@ class FusedAdapter(Op):
         """Split a fused adapter; raises ``ModelError`` if ``B`` has nonzero elements off its block diagonal."""
         lora_a, lora_b = tensors
         num_parts = len(self.sizes)
+        # [row of blocks][column of blocks]
         blocks = [rows.chunk(num_parts, dim=1) for rows in self._split_rows(lora_b, description)]
         if lora_a.shape[0] % num_parts or not _is_block_diagonal(blocks):
             raise ModelError("The adapter of a fused projection is not made of one for each of its parts.")
@@ -248,7 +247,7 @@ class FusedAdapter(Op):
         num_parts = len(self.sizes)
         return [torch.cat(list(tensors[:num_parts])), torch.block_diag(*tensors[num_parts:])]
 
-    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+    def to_block_diagonal(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused projection to the block-diagonal form of rank n · r."""
         lora_a, lora_b = tensors
         return [lora_a.repeat(len(self.sizes), 1), torch.block_diag(*self._split_rows(lora_b, description))]
@@ -267,7 +266,8 @@ class FusedAdapter(Op):
         part = which % num_parts
         first_column = part * rank  # of the part in B; its first row in A
         rows, columns = slices
-        if which < num_parts:
+        is_lora_a = which < num_parts  # of our tensors, the first half are lora_a, the second half lora_b
+        if is_lora_a:
             return [ExternalSlice(0, (slice(first_column + rows.start, first_column + rows.stop), columns))]
         first_row = sum(attrgetter(size)(description) for size in self.sizes[:part])
         rows_of_b = slice(first_row + rows.start, first_row + rows.stop)
@@ -275,7 +275,7 @@ class FusedAdapter(Op):
             columns_of_b = slice(first_column + columns.start, first_column + columns.stop)
             return [ExternalSlice(1, (rows_of_b, columns_of_b))]
         inside = (slice(0, rows.stop - rows.start), slice(first_column, first_column + rank))
-        return [_Placed(1, (rows_of_b, slice(0, num_parts * rank)), inside=inside)]
+        return [_PaddedSlice(1, (rows_of_b, slice(0, num_parts * rank)), inside=inside)]
 
 
 def _is_block_diagonal(blocks: Sequence[Sequence[Tensor]]) -> bool:
@@ -288,7 +288,7 @@ def _is_block_diagonal(blocks: Sequence[Sequence[Tensor]]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Placed(ExternalSlice):
+class _PaddedSlice(ExternalSlice):
     """Slice of an external matrix that has our values in the slice ``inside`` and zeros elsewhere."""
 
     inside: tuple[slice, slice] = (slice(None), slice(None))
@@ -347,7 +347,7 @@ class ExpertAdapter(Op):
             lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
         return [lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)]
 
-    def spread(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+    def to_block_diagonal(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Convert an ordinary adapter of rank r of the fused parameter to the block-diagonal form of rank n · r."""
         lora_a, lora_b = replace(self, parts=1).to_tune(tensors, description)
         return self.to_external([lora_a] * self.parts + list(lora_b.chunk(self.parts, dim=2)), description)
@@ -367,7 +367,8 @@ class ExpertAdapter(Op):
         everything = slice(0, None)
         inside = everything  # the channels of our matrix in the external one: of b, a block of the diagonal
         if is_b:
-            width = (shape_a[1] if self.swapped else shape_b[0]) // self.parts
+            num_channels = shape_a[1] if self.swapped else shape_b[0]
+            width = num_channels // self.parts
             inside = slice(part * width, (part + 1) * width)
         external_slices: list[ExternalSlice] = []
         if is_b == self.swapped:  # our tensor is in A, in which the rows of an expert are consecutive
@@ -375,7 +376,7 @@ class ExpertAdapter(Op):
                 first_row = (expert * self.parts + part) * rank
                 rows = slice(first_row, first_row + rank)
                 external_slices.append(
-                    _Placed(0, (rows, slice(0, shape_a[1])), index, not is_b, inside=(everything, inside))
+                    _PaddedSlice(0, (rows, slice(0, shape_a[1])), index, not is_b, inside=(everything, inside))
                 )
             return external_slices
         for channel in range(rank):  # of B, in which the columns of a LoRA channel are consecutive
@@ -383,7 +384,7 @@ class ExpertAdapter(Op):
             first_column = (part * rank + channel) * num_experts
             columns = slice(first_column + experts.start, first_column + experts.stop)
             external_slices.append(
-                _Placed(1, (slice(0, shape_b[0]), columns), our_rows, True, inside=(inside, everything))
+                _PaddedSlice(1, (slice(0, shape_b[0]), columns), our_rows, True, inside=(inside, everything))
             )
         return external_slices
 
@@ -431,8 +432,9 @@ class FusedExperts(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a fused tensor into its parts."""
-        (fused,) = tensors
-        fused = fused.transpose(1, 2) if self.transpose else fused
+        fused = tensors[0]
+        if self.transpose:
+            fused = fused.transpose(1, 2)  # [e, in, parts * out]
         return [part.contiguous() for part in fused.chunk(self.parts, dim=2)]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
@@ -469,14 +471,16 @@ class Stack(Op):
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Stack matrices into a tensor ``[experts, …]``."""
-        stacked = torch.stack(list(tensors))
-        return [stacked.transpose(1, 2).contiguous() if self.transpose else stacked]
+        stacked = torch.stack(list(tensors))  # [e, out, in]
+        if self.transpose:
+            stacked = stacked.transpose(1, 2).contiguous()
+        return [stacked]
 
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Split a tensor ``[experts, …]`` into its matrices."""
-        (stacked,) = tensors
+        stacked = tensors[0]
         if self.transpose:
-            stacked = stacked.transpose(1, 2)
+            stacked = stacked.transpose(1, 2)  # [e, out, in]
         return [matrix.contiguous() for matrix in stacked.unbind()]
 
     def external_slices(
@@ -514,7 +518,7 @@ class FlatPatches(Op):
             return []
         patch_shape = shapes[0][1:]
         external = (slices[0], *(slice(0, size) for size in patch_shape))
-        return [_Viewed(0, external, view=lambda ours: ours.unflatten(1, patch_shape))]
+        return [_ViewedSlice(0, external, view=lambda ours: ours.unflatten(1, patch_shape))]
 
 
 @dataclass(frozen=True)
@@ -534,11 +538,11 @@ class SwappedAxes(Op):
         if is_empty(slices):
             return []
         external = (slices[1], slices[0], *slices[2:])
-        return [_Viewed(0, external, view=lambda ours: ours.transpose(0, 1))]
+        return [_ViewedSlice(0, external, view=lambda ours: ours.transpose(0, 1))]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Viewed(ExternalSlice):
+class _ViewedSlice(ExternalSlice):
     """Slice of an external tensor that is a view of ours."""
 
     view: Callable[[Tensor], Tensor]

@@ -1,8 +1,8 @@
 """CLIP over the tiles of an image: its encoder and its image transform.
 
-Only Llama 3.2 Vision and configs of earlier releases need it; other models have the tower of
-:class:`torchtune.models.VisionDescription`. What both compute in the same way is the tower's: the layers
-(:func:`encoder_layer`). What remains here has no equivalent there, because checkpoints depend on it:
+Only Llama 3.2 Vision and configs of earlier releases need this encoder (https://arxiv.org/abs/2103.00020); other models
+have the tower of :class:`torchtune.models.VisionDescription`. Both have the same layers (:func:`encoder_layer`). The
+parts of checkpoints that the tower does not have are here:
 
 - position embeddings of a tile in its image, with gates, beside those of a patch in its tile;
 - a class token before the patches, and its projection;
@@ -39,7 +39,7 @@ def _tokens_per_tile(tile_size: int, patch_size: int) -> int:
     return (tile_size // patch_size) ** 2 + 1  # patches, and the class token
 
 
-def _of_tiles(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
+def _tile_embeddings(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
     """Return entries ``[n, tiles, t, d]`` of a table ``[rows, columns, t, d]`` of the tiles of n images; 0 for padding.
 
     Args:
@@ -47,12 +47,12 @@ def _of_tiles(table: Tensor, aspect_ratio: Tensor, num_tiles: int) -> Tensor:
         aspect_ratio: int64 ``[n, 2]``: (height, width) of each image in tiles.
         num_tiles: number of tiles of an image with its padding.
     """
-    index = torch.arange(num_tiles, device=aspect_ratio.device)
+    index = torch.arange(num_tiles, device=aspect_ratio.device)  # [tiles]
     is_tile = index < aspect_ratio.prod(-1, keepdim=True)  # [n, tiles]; False for padding
     width = aspect_ratio[:, 1:].clamp(min=1)  # [n, 1]
     row = (index // width) * is_tile  # padding takes any entry of the table, here the first one
     column = (index % width) * is_tile
-    return table[row, column] * is_tile[..., None, None]
+    return table[row, column] * is_tile[..., None, None]  # [n, tiles, t, d]
 
 
 class TokenPositionalEmbedding(nn.Module):
@@ -89,10 +89,10 @@ class TiledTokenPositionalEmbedding(nn.Module):
         self.max_num_tiles = max_num_tiles
         tokens = _tokens_per_tile(tile_size, patch_size)
         std = embed_dim**-0.5
-        of_tile = torch.randn(tokens, embed_dim) * std
-        of_image = torch.randn(max_num_tiles, max_num_tiles, tokens, embed_dim) * std
-        self.local_token_positional_embedding = nn.Parameter(of_tile)
-        self.global_token_positional_embedding = nn.Parameter(of_image)
+        local_table = torch.randn(tokens, embed_dim) * std
+        global_table = torch.randn(max_num_tiles, max_num_tiles, tokens, embed_dim) * std
+        self.local_token_positional_embedding = nn.Parameter(local_table)
+        self.global_token_positional_embedding = nn.Parameter(global_table)
         self.gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class TiledTokenPositionalEmbedding(nn.Module):
         """
         gate = self.gate.tanh()
         x = x + self.local_token_positional_embedding * (1 - gate)
-        return x + _of_tiles(self.global_token_positional_embedding, aspect_ratio, x.shape[1]) * gate
+        return x + _tile_embeddings(self.global_token_positional_embedding, aspect_ratio, x.shape[1]) * gate
 
 
 class TilePositionalEmbedding(nn.Module):
@@ -124,7 +124,7 @@ class TilePositionalEmbedding(nn.Module):
 
     def forward(self, x: Tensor, aspect_ratio: Tensor) -> Tensor:
         """Add the embeddings to ``[n, tiles, tokens, d]``; see :meth:`TiledTokenPositionalEmbedding.forward`."""
-        return x + _of_tiles(self.embedding, aspect_ratio, x.shape[1]) * self.gate.tanh()
+        return x + _tile_embeddings(self.embedding, aspect_ratio, x.shape[1]) * self.gate.tanh()
 
 
 def clip_mlp(in_dim: int, out_dim: int, hidden_dim: int, activation: nn.Module) -> FeedForward:

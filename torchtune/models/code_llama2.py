@@ -1,6 +1,7 @@
 """Code Llama, on Llama 2.
 
-Llama 2 with another RoPE base and a longer context.
+Llama 2, trained further on sequences of 16,384 tokens, for which its RoPE base was raised to 1,000,000
+(https://arxiv.org/abs/2308.12950).
 """
 
 from dataclasses import replace
@@ -11,13 +12,11 @@ from torchtune.models.llama2 import SPEC as LLAMA2_SPEC
 
 SPEC = replace(LLAMA2_SPEC, name="code_llama2")
 
-_7B, _13B = (
-    replace(LLAMA2[name], vocab_size=32_016, max_seq_len=16_384, rope_base=1_000_000.0)
-    for name in ("llama2_7b", "llama2_13b")
-)
+# Further tokens, for infilling, which 34B was not trained for, are in the vocabulary of the smaller models.
+_7B = replace(LLAMA2["llama2_7b"], vocab_size=32_016, max_seq_len=16_384, rope_base=1_000_000.0)
 SIZES = {
     "code_llama2_7b": _7B,
-    "code_llama2_13b": _13B,
+    "code_llama2_13b": replace(LLAMA2["llama2_13b"], vocab_size=32_016, max_seq_len=16_384, rope_base=1_000_000.0),
     "code_llama2_34b": replace(
         _7B,
         vocab_size=32_000,

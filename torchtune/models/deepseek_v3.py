@@ -1,11 +1,10 @@
 """DeepSeek V3 and models of its architecture, mixtures of experts with latent attention.
 
-Moonlight has this architecture, too. Sigmoid routers have a selection bias and groups of experts; every layer with
-experts has a shared expert.
+Sigmoid routers have a selection bias and groups of experts; every layer with experts has a shared expert
+(https://arxiv.org/abs/2412.19437). Moonlight has this architecture, too (https://arxiv.org/abs/2502.16982).
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torchtune.models._family import (
@@ -29,8 +28,10 @@ from torchtune.models._family import (
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    latents = read_latents(fields, kv=512, queries=1536, keys=128, values=128, whole_head=False)
-    return {**read_experts(fields, 256, 2048, first_dense=3), **latents}
+    latents = read_latents(
+        fields, kv_latent_dim=512, q_latent_dim=1536, unrotated_dim=128, value_dim=128, whole_head=False
+    )
+    return {**read_experts(fields, num_experts=256, expert_dim=2048, num_dense_layers=3), **latents}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -42,14 +43,17 @@ FORMAT = HFFormat(
     "deepseek_v3",
     "interleaved",
     biases="attention_bias",
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=8, scale=2.5, groups=8, top=4),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 4096),),
+    defaults={"max_position_embeddings": 4096},
 )
-_EXPERTS = partial(experts, block="mlp", gate="gate_proj", up="up_proj", down="down_proj")
-WEIGHTS = shared_expert(_EXPERTS(latent_attention(HF_HALF), bias="gate.e_score_correction_bias"), "mlp.shared_experts")
+_EXPERTS = experts(
+    latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj", bias="gate.e_score_correction_bias"
+)
+WEIGHTS = shared_expert(_EXPERTS, "mlp.shared_experts")
+# Only layers of multi-token prediction, which are not trained, have this projection.
 SPEC = family("deepseek_v3", FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 
 _671B = FORMAT.describe(

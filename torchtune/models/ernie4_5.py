@@ -1,4 +1,7 @@
-"""ERNIE 4.5, the dense models."""
+"""ERNIE 4.5, the dense models.
+
+Llama's architecture with one flag for all biases. Its files rotate neighboring channels, as this library does.
+"""
 
 from typing import Any
 
@@ -18,16 +21,16 @@ FORMAT = HFFormat(
     has_mlp_bias=True,
     bias_fields=("use_bias", "use_bias"),
     read_more=_read,
-    defaults=(
-        ("head_dim", 128),
-        ("max_position_embeddings", 131_072),
-        ("num_key_value_heads", 2),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 500_000.0),
-        ("tie_word_embeddings", True),
-    ),
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
 )
-SPEC = family("ernie4_5", FORMAT, hf_names(Identity()))  # checkpoints are also interleaved
+SPEC = family("ernie4_5", FORMAT, hf_names(Identity()))
 
 SIZES = {
     "ernie4_5_0_3b": FORMAT.describe(

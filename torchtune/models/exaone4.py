@@ -1,6 +1,7 @@
 """EXAONE 4.
 
-Norms come after attention and feed-forward. In models with sliding windows, only the layers with a window have RoPE.
+Norms come after attention and feed-forward. In models with sliding windows, only the layers with a window have RoPE
+(https://arxiv.org/abs/2507.11407).
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ _NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward
 
 
 def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out ``sliding_window_pattern`` if ``layer_types`` is present."""
+    """Leave out ``sliding_window_pattern`` if ``layer_types`` is present: published files have letters ("LLLG")."""
     config = dict(config)
     if config.get("layer_types") is not None:
         config.pop("sliding_window_pattern", None)
@@ -37,15 +38,15 @@ _FORMAT = HFFormat(
     windows="sliding_window",
     window_layers=4,
     rotates_windows_only=True,
-    fixed=(("norm_order", "post"),),
-    required_values=(("sliding_window_pattern", 4),),
+    fixed={"norm_order": "post"},
+    required_values={"sliding_window_pattern": 4},
     prepare=_prepare,
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("max_position_embeddings", 2048),
-        ("rms_norm_eps", 1e-5),
-        ("sliding_window", 4096),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+    },
 )
 
 

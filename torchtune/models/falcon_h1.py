@@ -1,6 +1,7 @@
 """Falcon-H1.
 
-Every layer has attention and Mamba in parallel, and many constant factors.
+Every layer has attention and Mamba 2 in parallel, and constant factors from maximal update parametrization
+(https://arxiv.org/abs/2507.22448).
 """
 
 from typing import Any
@@ -27,17 +28,18 @@ def _read(fields: Fields) -> dict[str, Any]:
     if has_norm and norm_before_gate:
         raise fields.refusal("mamba_norm_before_gate", True)
     expand = fields.take("mamba_expand", 2)
-    default_inner = 1024
-    if fields.has("mamba_d_ssm"):  # null
-        default_inner = expand * fields.take("hidden_size")
+    default_inner_dim = 1024
+    if fields.has("mamba_d_ssm"):  # transformers takes an absent field as 1024, but null as a multiple of the width
+        default_inner_dim = expand * fields.take("hidden_size")
     attn_in_scale = float(fields.take("attention_in_multiplier", 1.0))
     if attn_in_scale != 1.0 and fields.take("attention_bias", False):
+        # A bias is not scaled by a factor of the input, so that other factors could not express it.
         raise fields.refusal("attention_in_multiplier", attn_in_scale)
     mlp_gate_scale, mlp_out_scale = _factors(fields, "mlp_multipliers", 2)
     ssm_in_scale = float(fields.take("ssm_in_multiplier", 1.0))
     mixer = read_mamba(
         fields,
-        fields.take("mamba_d_ssm", default_inner),
+        fields.take("mamba_d_ssm", default_inner_dim),
         has_norm=has_norm,
         scales=tuple(ssm_in_scale * factor for factor in _factors(fields, "ssm_multipliers", 5)),
         out_scale=float(fields.take("ssm_out_multiplier", 1.0)),
@@ -54,6 +56,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _factors(fields: Fields, name: str, count: int) -> list[float]:
+    """Read a list of ``count`` factors; without the field, all are 1."""
     values = fields.take(name, [1.0] * count)
     if not isinstance(values, list | tuple) or len(values) != count or not all(map(is_number, values)):
         raise fields.refusal(name, values)
@@ -66,6 +69,7 @@ def _write(d: Description) -> dict[str, Any]:
         "mamba_d_ssm": d.mixer.num_heads * d.mixer.head_dim,
         "mamba_rms_norm": d.mixer.has_norm,
         "mamba_norm_before_gate": False,
+        # The factors of inputs are 1 in a written file: they are part of the other factors.
         "ssm_multipliers": list(d.mixer.scales),
         "ssm_out_multiplier": d.mixer.out_scale,
         "key_multiplier": d.key_scale,
@@ -80,18 +84,18 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     has_mlp_bias=True,
-    fixed=(("mixer_beside_attn", True),),
+    fixed={"mixer_beside_attn": True},
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("lm_head_multiplier", "hidden_scale", 1.0)),
-    required_values=(("projectors_bias", False),),
-    # Used in generation only, or implied by the architecture.
-    unused=("num_logits_to_keep", "layer_types", "layers_block_type"),
+    required_values={"projectors_bias": False, "mamba_use_mlp": True},
+    # Used in generation only, implied by the architecture, or given by intermediate_size.
+    unused=("num_logits_to_keep", "layer_types", "layers_block_type", "mlp_expansion_factor"),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 8192),
-        ("rms_norm_eps", 1e-5),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+    },
 )
 _NAMES = {
     "model.norm.": "model.final_layernorm.",

@@ -1,4 +1,8 @@
-"""Gemma."""
+"""Gemma.
+
+Norms scale by 1 + weight, embeddings are scaled by the square root of the width, and the activation of the feed-forward
+is GELU (https://arxiv.org/abs/2403.08295).
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -34,15 +38,15 @@ FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     activation=("hidden_act", "gelu_pytorch_tanh"),
-    fixed=(("norm_unit_offset", True),),
-    required_values=(("hidden_activation", "gelu_pytorch_tanh"),),
+    fixed={"norm_unit_offset": True},
+    required_values={"hidden_activation": "gelu_pytorch_tanh"},
     read_more=_read,
-    defaults=(
-        ("head_dim", 256),
-        ("max_position_embeddings", 8192),
-        ("num_key_value_heads", 16),
-        ("tie_word_embeddings", True),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "tie_word_embeddings": True,
+    },
 )
 SPEC = family("gemma", FORMAT, HF_INTERLEAVED, model_types=("GEMMA",))
 

@@ -1,6 +1,7 @@
 """Gemma 2.
 
-Soft caps, norms before and after attention and feed-forward, and a sliding window in every other layer.
+Soft caps, norms before and after attention and feed-forward, and a sliding window in every other layer
+(https://arxiv.org/abs/2408.00118).
 """
 
 from dataclasses import replace
@@ -36,13 +37,15 @@ NORMS = {
 
 def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) -> dict[str, Any]:
     """Read soft caps, attention scale and embedding scale; ``attn`` and ``final`` are the defaults of the caps."""
-    # null means no cap, unlike an absent field
-    attn_softcap = fields.take("attn_logit_softcapping", None if fields.has("attn_logit_softcapping") else attn)
-    logit_softcap = fields.take("final_logit_softcapping", None if fields.has("final_logit_softcapping") else final)
+    # null means no cap, unlike an absent field.
+    if fields.has("attn_logit_softcapping"):
+        attn = None
+    if fields.has("final_logit_softcapping"):
+        final = None
     scalar = fields.take("query_pre_attn_scalar", 256)
     return {
-        "attn_softcap": attn_softcap,
-        "logit_softcap": logit_softcap,
+        "attn_softcap": fields.take("attn_logit_softcapping", attn),
+        "logit_softcap": fields.take("final_logit_softcapping", final),
         "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
         "embed_scale": fields.take("hidden_size") ** 0.5,
     }
@@ -65,18 +68,18 @@ FORMAT = HFFormat(
     windows="sliding_window",
     window_layers=2,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    required_values=(("use_bidirectional_attention", False),),
+    fixed={"norm_unit_offset": True, "norm_order": "both"},
+    required_values={"use_bidirectional_attention": False},
+    unused=("hidden_act",),  # in published files beside hidden_activation
     read_more=partial(read_softcaps, attn=50.0, final=30.0),
     write_more=write_softcaps,
-    defaults=(
-        ("head_dim", 256),
-        ("hidden_act", None),  # in early files besides hidden_activation, never read
-        ("max_position_embeddings", 8192),
-        ("num_key_value_heads", 4),
-        ("sliding_window", 4096),
-        ("tie_word_embeddings", True),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
 )
 SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=("GEMMA2",))
 

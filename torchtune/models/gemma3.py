@@ -1,6 +1,7 @@
 """Gemma 3, the text models.
 
-Gemma 2 with norms of queries and keys instead of a soft cap, and a window in five of six layers.
+Gemma 2 with norms of queries and keys instead of soft caps, and a window in five of six layers. Layers without a window
+have a larger RoPE base, which is stretched for the long context (https://arxiv.org/abs/2503.19786).
 """
 
 from functools import partial
@@ -22,7 +23,7 @@ from torchtune.models.gemma2 import NORMS, gemma2_description, read_softcaps, wr
 
 def _read(fields: Fields) -> dict[str, Any]:
     pattern = fields.take("sliding_window_pattern", 6)
-    if pattern != 6 and fields.peek("layer_types") is None:
+    if pattern != 6 and fields.peek("layer_types") is None:  # layer_types has precedence
         raise fields.refusal("sliding_window_pattern", pattern)
     return read_softcaps(fields, attn=None, final=None)
 
@@ -44,24 +45,24 @@ FORMAT = HFFormat(
     window_layers=6,
     ropes=("window",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(("norm_unit_offset", True), ("norm_order", "both")),
-    required_values=(
-        ("use_bidirectional_attention", False),
-        ("attn_logit_softcapping", None),
-    ),  # transformers ignores the second
+    fixed={"norm_unit_offset": True, "norm_order": "both"},
+    required_values={
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,  # transformers ignores it
+    },
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("head_dim", 256),
-        ("max_position_embeddings", 131_072),
-        ("num_attention_heads", 8),
-        ("num_key_value_heads", 4),
-        ("rope_local_base_freq", 10_000.0),
-        ("rope_theta", 1_000_000.0),
-        ("sliding_window", 4096),
-        ("tie_word_embeddings", True),
-        ("vocab_size", 262_208),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_local_base_freq": 10_000.0,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+    },
 )
 SPEC = family(
     "gemma3", FORMAT, hf_names(Identity(), NORMS), architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM")
@@ -97,8 +98,14 @@ SIZES = {
     "gemma3_4b": _gemma3(34, 2560, intermediate_dim=10_240, num_heads=8, num_kv_heads=4),
     "gemma3_12b": _gemma3(48, 3840, intermediate_dim=15_360, num_heads=16, num_kv_heads=8),
     "gemma3_27b": _gemma3(
-        62, 5376, intermediate_dim=21_504, num_heads=32, num_kv_heads=16, head_dim=128, attn_scale=168**-0.5
-    ),  # 168 is embed_dim / num_heads, not head_dim
+        62,
+        5376,
+        intermediate_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        attn_scale=168**-0.5,  # embed_dim / num_heads, not head_dim
+    ),
 }
 BUILDERS = model_builders(__name__, "Gemma 3", SPEC, SIZES)
 # The builders that these tables make, for editors and type checkers.

@@ -18,9 +18,10 @@ from torchtune.models._family import (
     Row,
     all_but_every,
     family,
+    format_value,
     hf_names,
+    layers_of_type,
     model_builders,
-    shown,
 )
 from torchtune.models.gemma2 import NORMS
 
@@ -59,9 +60,9 @@ def read_gemma4(fields: Fields) -> dict[str, Any]:
 
 def _read_window_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Return the layers with a sliding window: in ``layer_types``, or five of six. The last layer has none."""
-    kinds = fields.list_of("layer_types", num_layers, str)
-    if kinds:
-        layers = tuple(layer for layer in range(num_layers) if kinds[layer] == "sliding_attention")
+    layer_types = fields.layer_types(num_layers)
+    if layer_types:
+        layers = layers_of_type(layer_types[:num_layers], "sliding_attention")
     else:
         layers = all_but_every(num_layers, 6)
     return tuple(layer for layer in layers if layer != num_layers - 1)
@@ -103,7 +104,7 @@ def _full_layer_config(fields: Fields, per_layer: Any, window_layers: tuple[int,
     if not is_same or full.keys() - {"head_dim", "num_key_value_heads"}:
         raise ModelError(
             "config.json: per_layer_config must give one head_dim and num_key_value_heads for exactly the layers "
-            f"that are 'full_attention' in layer_types, got {shown(per_layer)}."
+            f"that are 'full_attention' in layer_types, got {format_value(per_layer)}."
         )
     return full
 
@@ -153,27 +154,27 @@ FORMAT = HFFormat(
     qk_norm="before_rope",
     windows="sliding_window",
     window_layers=6,
-    ropes=("kinds",),
+    ropes=("by_layer_type",),
     activation=("hidden_activation", "gelu_pytorch_tanh"),
-    fixed=(
-        ("norm_order", "both"),
-        ("norm_rounds_last", True),
-        ("v_norm", True),
-        ("attn_scale", 1.0),
-        ("layer_scale", True),
-    ),
+    fixed={
+        "norm_order": "both",
+        "norm_rounds_last": True,
+        "v_norm": True,
+        "attn_scale": 1.0,
+        "layer_scale": True,
+    },
     read_more=read_gemma4,
     write_more=write_gemma4,
-    defaults=(
-        ("head_dim", 256),
-        ("max_position_embeddings", 131_072),
-        ("num_attention_heads", 8),
-        ("num_key_value_heads", 4),
-        ("rope_parameters", _ROPES),
-        ("sliding_window", 512),
-        ("tie_word_embeddings", True),
-        ("vocab_size", 262_144),
-    ),
+    defaults={
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": _ROPES,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "vocab_size": 262_144,
+    },
 )
 
 # Weights that other families lack: (Hugging Face's name, ours, when).

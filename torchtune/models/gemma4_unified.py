@@ -23,12 +23,12 @@ FORMAT = replace(
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",
     write_more=_write,
-    defaults=(
-        *GEMMA4_FORMAT.defaults,
-        ("hidden_size_per_layer_input", 0),
-        ("max_position_embeddings", 262_144),
-        ("sliding_window", 1024),
-    ),
+    defaults={
+        **GEMMA4_FORMAT.defaults,
+        "hidden_size_per_layer_input": 0,
+        "max_position_embeddings": 262_144,
+        "sliding_window": 1024,
+    },
 )
 SPEC = family("gemma4_unified", FORMAT, GEMMA4.weight_map(), untrained_modules=GEMMA4.untrained_modules)
 

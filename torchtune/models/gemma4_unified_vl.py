@@ -15,16 +15,16 @@ from torchtune.models._family import Fields, Row, SwappedAxes, module_rows
 from torchtune.models.gemma4_unified import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4_unified import SPEC as TEXT
 from torchtune.models.gemma4_vl import FORMAT as GEMMA4
-from torchtune.models.gemma4_vl import PREFIXES, PROJECTOR, GemmaImages, read_blocks
+from torchtune.models.gemma4_vl import PREFIXES, PROJECTOR, GemmaImageProcessor, read_blocks
 
 _POOL = 3
 
 
-class UnifiedImages(GemmaImages):
+class GemmaUnifiedImageProcessor(GemmaImageProcessor):
     """Processor of images and videos of Gemma 4 12B, whose patches become a token each."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> GemmaImages:
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> GemmaImageProcessor:
         """See :meth:`ImageProcessor.from_config`."""
         processor = super().from_config(config, model)
         side = processor.patch_size * processor.merge
@@ -59,8 +59,8 @@ _FORMAT = replace(
         "merge_norm": "plain",
         "projector_bias": False,
     },
-    derived=(("output_proj_dims", "embed_dim"),),
-    unused=(),
+    derived={"output_proj_dims": "embed_dim"},
+    tower_unused=(),
     read_vision=_read,
     write_vision=_write,
     read_more=partial(read_blocks, default="vision"),
@@ -83,7 +83,7 @@ SPEC = image_text_family(
     "gemma4_unified_vl",
     [_FORMAT],
     replace(TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS), modules=_INSIDE),
-    UnifiedImages,
+    GemmaUnifiedImageProcessor,
     TEXT,
     untrained=("model.embed_audio.",),
     layers_prefix="model.language_model.layers.",

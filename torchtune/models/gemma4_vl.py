@@ -1,4 +1,7 @@
-"""Gemma 4 with its vision tower: text and images."""
+"""Gemma 4 with its vision tower: text and images.
+
+The tower has the layers of the decoder, with learned positions of rows and columns; a token is the mean of its patches.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +17,7 @@ from torchtune.models.gemma4 import SPEC as TEXT
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaImages(ImageProcessor):
+class GemmaImageProcessor(ImageProcessor):
     """Processor of images and videos of Gemma 4: every image gets about as many tokens, and every frame.
 
     Attributes:
@@ -33,7 +36,7 @@ class GemmaImages(ImageProcessor):
     frame_tokens: int = 70
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "GemmaImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         frame_config = {"max_soft_tokens": cls.frame_tokens, **(config.get("video_processor") or {})}
         for settings in (config, frame_config):
@@ -48,8 +51,8 @@ class GemmaImages(ImageProcessor):
         return replace(processor, frame_tokens=frame_processor.max_tokens)
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         return {
             "patch_size": config.get("patch_size"),
             "merge": config.get("pooling_kernel_size"),
@@ -67,7 +70,7 @@ class GemmaImages(ImageProcessor):
             minutes, seconds = divmod(int(frame / fps), 60)
             space = " " if frame else ""
             texts.append(f"{space}{minutes:02d}:{seconds:02d} ")
-        return self.plan_of_frames(self._plan(width, height, self.frame_tokens), texts)
+        return self.plan_for_frames(self._plan(width, height, self.frame_tokens), texts)
 
     def _plan(self, width: int, height: int, tokens: int) -> Plan:
         """Return the plan of an image with the same aspect ratio and at most ``tokens`` tokens."""
@@ -83,7 +86,7 @@ class GemmaImages(ImageProcessor):
         elif not columns:
             rows = min(height // width, tokens)
             columns = 1
-        return self.plan_of(rows * side, columns * side)
+        return self.plan_for_size(rows * side, columns * side)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image or a video."""
@@ -117,7 +120,7 @@ FORMAT = ImageTextFormat(
         ("standardize", "merge_standardized", False),
         ("hidden_activation", "activation", "gelu_pytorch_tanh"),
     ),
-    tokens=(("image_token_id", 258_880), ("video_token_id", 258_884)),
+    tokens={"image_token_id": 258_880, "video_token_id": 258_884},
     fixed={
         "patch_bias": False,
         "attn_bias": False,
@@ -134,11 +137,11 @@ FORMAT = ImageTextFormat(
         "merge_pools": True,
         "projector_bias": False,
     },
-    derived=(("num_key_value_heads", "num_heads"), ("head_dim", "head_dim")),
-    unused=("max_position_embeddings", "layer_types", "default_output_length"),
+    derived={"num_key_value_heads": "num_heads", "head_dim": "head_dim"},
+    tower_unused=("max_position_embeddings", "layer_types", "default_output_length"),
     rope_base=100.0,
     tied=True,
-    ignored=(
+    outer_unused=(
         "boi_token_id",
         "eoi_token_id",
         "boa_token_id",
@@ -195,7 +198,7 @@ SPEC = image_text_family(
     "gemma4_vl",
     [FORMAT],
     TEXT.weight_map().prefixed(PREFIXES, "decoder.").extended(_ROWS),
-    GemmaImages,
+    GemmaImageProcessor,
     TEXT,
     untrained=("model.audio_tower.", "model.embed_audio."),
     layers_prefix="model.language_model.layers.",

@@ -1,4 +1,7 @@
-"""GLM-4."""
+"""GLM-4.
+
+Norms before and after attention and feed-forward. RoPE rotates neighboring channels in the first half of a head.
+"""
 
 from functools import partial
 
@@ -18,16 +21,16 @@ FORMAT = HFFormat(
     "interleaved",
     biases="attention_bias",
     ropes=("partial",),
-    fixed=(("norm_order", "both"),),
+    fixed={"norm_order": "both"},
     output_bias=False,
-    defaults=(
-        ("attention_bias", True),
-        ("head_dim", 128),
-        ("max_position_embeddings", 131_072),
-        ("num_key_value_heads", 2),
-        ("partial_rotary_factor", 0.5),
-        ("rms_norm_eps", 1.5625e-07),  # published files have 1e-5
-    ),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,  # published files have 1e-5
+    },
 )
 SPEC = family("glm4", FORMAT, hf_names(Identity(), NORMS, fused=("gate_up",)))
 

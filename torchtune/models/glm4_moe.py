@@ -1,6 +1,7 @@
 """GLM-4.5, 4.6 and 4.7, mixtures of experts.
 
-Sigmoid routers with a selection bias, a shared expert, and dense first layers.
+Sigmoid routers with a selection bias, a shared expert, and dense first layers, as in DeepSeek V3, over attention with
+partial RoPE (https://arxiv.org/abs/2508.06471).
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from torchtune.models._family import (
 
 def _read(fields: Fields) -> dict[str, Any]:
     norm = "before_rope" if fields.take("use_qk_norm", False) else "none"
-    return {**read_experts(fields, 128, 1408, first_dense=1), "qk_norm": norm}
+    return {**read_experts(fields, num_experts=128, expert_dim=1408, num_dense_layers=1), "qk_norm": norm}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -38,16 +39,16 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     output_bias=False,
     ropes=("partial",),
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=8),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("partial_rotary_factor", 0.5),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj", "gate.e_score_correction_bias")
 SPEC = family("glm4_moe", _FORMAT, shared_expert(_EXPERTS, "mlp.shared_experts"), untrained_layers="eh_proj.weight")

@@ -11,34 +11,38 @@ from torchtune.models._family import (
     Fields,
     HFFormat,
     family,
-    layer_types,
+    layers_of_type,
     model_builders,
     read_experts,
     read_latents,
     router_fields,
     write_experts,
     write_latents,
+    write_layer_types,
 )
 from torchtune.models.deepseek_v3 import WEIGHTS
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    values = read_experts(fields, 64, 1536, first_dense=1)
+    values = read_experts(fields, num_experts=64, expert_dim=1536, num_dense_layers=1)
+    values |= read_latents(
+        fields, kv_latent_dim=512, q_latent_dim=768, unrotated_dim=192, value_dim=256, whole_head=False
+    )
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.list_of("mlp_layer_types", num_layers, str)
-    if kinds is None:
+    layer_types = fields.list_of("mlp_layer_types", num_layers, str)
+    if layer_types is None:
         if fields.take("first_k_dense_replace", 1) != 1:  # transformers does not read it
             raise fields.refusal("first_k_dense_replace", fields.peek("first_k_dense_replace"))
-    else:
-        if len(kinds) < num_layers or set(kinds) - {"sparse", "dense"}:
-            raise fields.refusal("mlp_layer_types", kinds)
-        values["expertless_layers"] = tuple(layer for layer in range(num_layers) if kinds[layer] == "dense")
-    return values | read_latents(fields, kv=512, queries=768, keys=192, values=256, whole_head=False)
+        return values
+    if len(layer_types) < num_layers or set(layer_types) - {"sparse", "dense"}:
+        raise fields.refusal("mlp_layer_types", layer_types)
+    values["expertless_layers"] = layers_of_type(layer_types[:num_layers], "dense")
+    return values
 
 
 def _write(d: Description) -> dict[str, Any]:
-    kinds = layer_types(d.num_layers, d.expertless_layers, "dense", other="sparse")
-    return {**write_experts(d), **write_latents(d, whole_head=False), "mlp_layer_types": kinds}
+    layer_types = write_layer_types(d.num_layers, d.expertless_layers, "dense", other="sparse")
+    return {**write_experts(d), **write_latents(d, whole_head=False), "mlp_layer_types": layer_types}
 
 
 _FORMAT = HFFormat(
@@ -46,11 +50,11 @@ _FORMAT = HFFormat(
     "glm4_moe_lite",
     "interleaved",
     biases="attention_bias",
-    fixed=(("router_scores", "sigmoid"), ("router_selection_bias", True)),
+    fixed={"router_scores": "sigmoid", "router_selection_bias": True},
     extra_fields=router_fields(experts_per_token=4, scale=1.8),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 202_752), ("rms_norm_eps", 1e-5)),
+    defaults={"max_position_embeddings": 202_752, "rms_norm_eps": 1e-5},
 )
 SPEC = family("glm4_moe_lite", _FORMAT, WEIGHTS, untrained_layers="eh_proj.weight")
 

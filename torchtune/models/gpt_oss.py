@@ -1,6 +1,6 @@
 """gpt-oss.
 
-Clamped experts, attention sinks, a sliding window in every other layer, and YaRN.
+Clamped experts, attention sinks, a sliding window in every other layer, and YaRN (https://arxiv.org/abs/2508.10925).
 """
 
 from dataclasses import replace
@@ -22,6 +22,7 @@ _YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
+    # Published experts are in MXFP4, which the checkpointer dequantizes.
     quantization = fields.take("quantization_config", None)
     if quantization and quantization.get("quant_method") != "mxfp4":
         raise fields.refusal("quantization_config", quantization)
@@ -38,24 +39,24 @@ _FORMAT = HFFormat(
     biases="attention_bias",
     windows="sliding_window",
     window_layers=2,
-    fixed=(("router_normalize", True), ("router_bias", True), ("attn_sinks", True)),
+    fixed={"router_normalize": True, "router_bias": True, "attn_sinks": True},
     extra_fields=(
         ("num_local_experts", "num_experts", 128),
         ("num_experts_per_tok", "experts_per_token", 4),
         ("swiglu_limit", "expert_limit", 7.0),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    required_values=(("swiglu_alpha", 1.702),),
+    required_values={"swiglu_alpha": 1.702},
     read_more=_read,
-    defaults=(
-        ("attention_bias", True),
-        ("head_dim", 64),
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 150_000.0),
-        ("sliding_window", 128),
-    ),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+    },
 )
 _HF_LAYER = "model.layers.{layer}."
 _TUNE_LAYER = "layers.{layer}."

@@ -1,4 +1,8 @@
-"""Granite 3."""
+"""Granite 3.
+
+Llama's architecture with constant factors of embeddings, residuals, attention scores and logits, as in maximal update
+parametrization (https://arxiv.org/abs/2203.03466).
+"""
 
 from functools import partial
 from typing import Any
@@ -34,7 +38,7 @@ FORMAT = HFFormat(
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
     read_more=read_multipliers,
     write_more=write_multipliers,
-    defaults=(("max_position_embeddings", 2048),),
+    defaults={"max_position_embeddings": 2048},
 )
 SPEC = family("granite", FORMAT, hf_names(Identity()))
 

@@ -1,6 +1,7 @@
 """Granite 4 and 4-H.
 
-Attention in all layers, or Mamba in most of them (4-H); some models have experts.
+Attention in all layers, or Mamba 2 in nine of ten and no RoPE (4-H); some models have experts. The constant factors are
+those of Granite 3.
 """
 
 from dataclasses import replace
@@ -17,12 +18,13 @@ from torchtune.models._family import (
     Split,
     family,
     hf_names,
-    layer_types,
+    layers_of_type,
     mixers,
     model_builders,
     read_mamba,
     renamed,
     with_fused_experts,
+    write_layer_types,
     write_mamba,
 )
 from torchtune.models.granite import read_multipliers, write_multipliers
@@ -30,11 +32,10 @@ from torchtune.models.granite import read_multipliers, write_multipliers
 
 def _read(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.layer_kinds(num_layers)
-    if kinds is None:
-        mixer_layers = tuple(range(num_layers))
-    else:
-        mixer_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "linear_attention")
+    layer_types = fields.layer_types(num_layers)
+    mixer_layers = tuple(range(num_layers))
+    if layer_types is not None:
+        mixer_layers = layers_of_type(layer_types[:num_layers], "linear_attention")
     has_rope = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
     shared_dim = fields.take("shared_intermediate_size", 1024)
     expand = fields.take("mamba_expand", 2)
@@ -49,10 +50,11 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _read_experts(fields: Fields, shared_dim: int) -> dict[str, Any]:
+    """Read the experts; no values for a dense model."""
     experts_per_token = fields.take("num_experts_per_tok", 2)
     balance = float(fields.take("router_aux_loss_coef", 0.001))
     num_experts = fields.take("num_local_experts", 8)
-    if not num_experts:
+    if not num_experts:  # only the shared expert is left, as the feed-forward of a dense model
         return {}
     return {
         "num_experts": num_experts,
@@ -70,7 +72,7 @@ def _write(d: Description) -> dict[str, Any]:
         "intermediate_size": d.expert_dim or d.intermediate_dim,
         "shared_intermediate_size": d.intermediate_dim,
         "position_embedding_type": None if d.unrotated_layers else "rope",
-        "layer_types": layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),
+        "layer_types": write_layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),
         "num_local_experts": d.num_experts,
     }
     if d.num_experts:
@@ -89,10 +91,12 @@ FORMAT = HFFormat(
     "granitemoehybrid",
     "half",
     biases="attention_bias",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     extra_fields=(("embedding_multiplier", "embed_scale", 1.0), ("residual_multiplier", "residual_scale", 1.0)),
-    # Present in files of models without Mamba layers, too.
+    required_values={"normalization_function": "rmsnorm"},
+    # The initialization of weights, and fields of Mamba, which files of models without Mamba layers have, too.
     unused=(
+        "init_method",
         "time_step_limit",
         "mamba_n_heads",
         "mamba_n_groups",
@@ -106,7 +110,7 @@ FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 2048), ("intermediate_size", 11_008)),
+    defaults={"max_position_embeddings": 2048, "intermediate_size": 11_008},
 )
 _NAMES = {
     "mlp.gate_up_proj": "shared_mlp.input_linear",

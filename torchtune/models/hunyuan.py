@@ -1,6 +1,7 @@
 """Hunyuan, the dense models.
 
-Norms of queries and keys come after RoPE, whose base is scaled (NTK).
+Norms of queries and keys come after RoPE. In published files, a constant ``alpha`` enlarges the RoPE base (NTK-aware
+scaling).
 """
 
 from torchtune.models._family import Description, HFFormat, Identity, family, hf_names, model_builders
@@ -12,12 +13,12 @@ FORMAT = HFFormat(
     biases="attention_bias",
     qk_norm="after_rope",
     ropes=("alpha",),
-    required_values=(("use_qk_norm", True), ("num_experts", 1)),
+    required_values={"use_qk_norm": True, "num_experts": 1},
     # Fields of published files that transformers also ignores.
     unused=tuple(
         "attention_head_dim cla_share_factor dense_list eod_token_id moe_topk norm_type org_vocab_size pad_id".split()
     ),
-    defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )
 SPEC = family(
     "hunyuan",

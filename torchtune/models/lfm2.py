@@ -14,11 +14,12 @@ from torchtune.models._family import (
     HFFormat,
     ShortConvMixer,
     family,
-    layer_types,
+    layers_of_type,
     mixers,
     model_builders,
     renamed,
     require_silu,
+    write_layer_types,
 )
 
 RENAMED = {
@@ -37,11 +38,11 @@ RENAMED = {
 def read_layers(fields: Fields) -> dict[str, Any]:
     """Read the convolution layers and ``tie_word_embeddings`` of LFM2 models, with or without experts."""
     num_layers = fields.take("num_hidden_layers")
-    kinds = fields.list_of("layer_types", num_layers, str)
+    layer_types = fields.layer_types(num_layers)
     attn_layers = fields.list_of("full_attn_idxs", num_layers, int)
     conv_layers: tuple[int, ...] = ()
-    if kinds is not None:
-        conv_layers = tuple(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "conv")
+    if layer_types is not None:
+        conv_layers = layers_of_type(layer_types[:num_layers], "conv")
     elif attn_layers is not None:
         conv_layers = tuple(layer for layer in range(num_layers) if layer not in attn_layers)
     require_silu(fields)  # transformers ignores the field
@@ -71,7 +72,7 @@ def _read_intermediate_dim(fields: Fields) -> int:
 def write_layers(d: Description) -> dict[str, Any]:
     """Write the fields of :func:`read_layers`."""
     return {
-        "layer_types": layer_types(d.num_layers, d.mixer_layers, "conv"),
+        "layer_types": write_layer_types(d.num_layers, d.mixer_layers, "conv"),
         "conv_L_cache": d.mixer.conv_taps if d.mixer else 3,
     }
 
@@ -85,18 +86,23 @@ FORMAT = HFFormat(
     "lfm2",
     "half",
     qk_norm="before_rope",
-    mixer_kind="conv",
+    mixer_layer_type="conv",
     eps_field="norm_eps",
-    required_values=(("conv_bias", False),),
+    required_values={"conv_bias": False},
+    # Fields of published files that transformers does not read: repeated sizes, and the initialization of weights.
+    unused=tuple(
+        """block_dim block_norm_eps block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init
+        conv_dim conv_dim_out conv_use_xavier_init num_heads theta use_pos_enc""".split()
+    ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("intermediate_size", 12_288),
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 128_000),
-        ("norm_eps", 1e-5),
-        ("rope_theta", 1_000_000.0),
-    ),
+    defaults={
+        "intermediate_size": 12_288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
 )
 SPEC = family("lfm2", FORMAT, mixers(renamed(HF_HALF, RENAMED), ShortConvMixer.names))
 

@@ -1,6 +1,6 @@
 """LFM2 and LFM2.5, the mixtures of experts.
 
-LFM2's layers, with experts and sigmoid routers after dense first layers.
+LFM2's layers, with experts and sigmoid routers after dense first layers. The selection bias of a router is optional.
 """
 
 from dataclasses import replace
@@ -37,7 +37,7 @@ _FORMAT = replace(
     FORMAT,
     architecture="Lfm2MoeForCausalLM",
     model_type="lfm2_moe",
-    fixed=(("router_scores", "sigmoid"), ("router_sum_eps", 1e-6)),
+    fixed={"router_scores": "sigmoid", "router_sum_eps": 1e-6},
     extra_fields=(
         ("num_experts", "num_experts", 32),
         ("num_experts_per_tok", "experts_per_token", 4),
@@ -48,7 +48,7 @@ _FORMAT = replace(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(*FORMAT.defaults, ("intermediate_size", 7168)),
+    defaults={**FORMAT.defaults, "intermediate_size": 7168},
 )
 _EXPERTS = experts(renamed(HF_HALF, RENAMED), "feed_forward", "w1", "w3", "w2")
 _BIAS = Row(

@@ -1,4 +1,8 @@
-"""Llama 2."""
+"""Llama 2.
+
+The decoder that other families modify: norms before attention and feed-forward, SwiGLU, and RoPE
+(https://arxiv.org/abs/2307.09288).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,6 @@
 """Llama 3.
 
+Llama 2 with a larger vocabulary and RoPE base, and grouped queries at every size (https://arxiv.org/abs/2407.21783).
 Its format also reads any other ``config.json`` of Llama's architecture.
 """
 

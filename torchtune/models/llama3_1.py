@@ -1,6 +1,6 @@
 """Llama 3.1.
 
-Llama 3 with RoPE scaling, and 405B.
+Llama 3 with RoPE scaling for a context of 131,072 tokens, and 405B (https://arxiv.org/abs/2407.21783).
 """
 
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Llama 3.2, the text models."""
+"""Llama 3.2, the text models.
+
+Llama 3.1 with another factor of RoPE scaling. The output projection shares the weight of the embeddings.
+"""
 
 from functools import partial
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
 from torchtune.models._weight_map import rename_prefix
-from torchtune.models.llama4 import FORMAT, LlamaImages
+from torchtune.models.llama4 import FORMAT, Llama4ImageProcessor
 from torchtune.models.llama4 import SPEC as TEXT
 
 _MERGE = 2
@@ -35,7 +35,7 @@ _FORMAT = ImageTextFormat(
         ("num_channels", "num_channels", 3),
         ("vision_output_dim", "projector_dim", 7680),
     ),
-    tokens=(("image_token_index", 200_092),),
+    tokens={"image_token_index": 200_092},
     fixed={
         "patch_bias": False,
         "first_norm": True,
@@ -48,11 +48,11 @@ _FORMAT = ImageTextFormat(
         "rope": "neighbors",
         "merge": _MERGE,
     },
-    derived=(("projector_input_dim", "projector_dim"), ("projector_output_dim", "projector_dim")),
-    unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
+    derived={"projector_input_dim": "projector_dim", "projector_output_dim": "projector_dim"},
+    tower_unused=("hidden_act", "norm_eps", "vision_feature_select_strategy"),  # transformers does not use them
     read_vision=_read,
     write_vision=_write,
-    ignored=("boi_token_index", "eoi_token_index", "image_token_id"),
+    outer_unused=("boi_token_index", "eoi_token_index", "image_token_id"),
 )
 _LAYER = (
     ("sa_norm", "input_layernorm"),
@@ -100,6 +100,6 @@ def _earlier_rows() -> list[Row]:
 
 
 _EARLIER_NAMES = {"earlier": WeightMap(tuple(_earlier_rows()))}
-SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, LlamaImages, TEXT, _EARLIER_NAMES)
+SPEC = image_text_family("llama4_vl", [_FORMAT], _HF, Llama4ImageProcessor, TEXT, _EARLIER_NAMES)
 
 __all__ = ["SPEC"]

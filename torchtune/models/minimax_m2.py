@@ -1,6 +1,7 @@
 """MiniMax-M2.
 
-256 experts with sigmoid routers and a selection bias, norms over all heads together, and partial RoPE.
+256 experts with sigmoid routers and a selection bias, norms over all heads together, and partial RoPE. Fields of other
+models of MiniMax (linear attention, a shared expert, other factors of norms) must have the values that turn them off.
 """
 
 from typing import Any
@@ -9,8 +10,9 @@ from torchtune.models._family import HF_HALF, Builder, Fields, HFFormat, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    if any(kind != 1 for kind in fields.list_of("attn_type_list", fields.take("num_hidden_layers"), int) or ()):
-        raise fields.refusal("attn_type_list", fields.peek("attn_type_list"))
+    attention_types = fields.list_of("attn_type_list", fields.take("num_hidden_layers"), int, default=[])
+    if any(attention_type != 1 for attention_type in attention_types):  # 0: linear attention
+        raise fields.refusal("attn_type_list", attention_types)
     return {}
 
 
@@ -20,33 +22,35 @@ _FORMAT = HFFormat(
     "half",
     qk_norm="before_rope",
     ropes=("partial", "dim"),
-    fixed=(
-        ("qk_norm_whole", True),
-        ("router_scores", "sigmoid"),
-        ("router_normalize", True),
-        ("router_selection_bias", True),
-    ),
+    fixed={
+        "qk_norm_whole": True,
+        "router_scores": "sigmoid",
+        "router_normalize": True,
+        "router_selection_bias": True,
+    },
     extra_fields=(
         ("num_local_experts", "num_experts", 256),
         ("num_experts_per_tok", "experts_per_token", 8),
         ("intermediate_size", "expert_dim", 1536),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    required_values=(
-        ("qk_norm_type", "per_layer"),
-        ("scoring_func", "sigmoid"),
-        ("use_qk_norm", True),
-        ("use_routing_bias", True),
-        *((f"layernorm_{part}_beta", 1.0) for part in ("full_attention", "linear_attention", "mlp")),
-    ),
+    required_values={
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "layernorm_full_attention_beta": 1.0,
+        "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0,
+    },
     unused=("mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "shared_moe_mode", "use_mtp"),
     read_more=_read,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("head_dim", 128),
-        ("max_position_embeddings", 196_608),
-        ("rope_theta", 5_000_000.0),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 196_608,
+        "rope_theta": 5_000_000.0,
+    },
 )
 SPEC = family("minimax_m2", _FORMAT, experts(HF_HALF, "block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias"))
 

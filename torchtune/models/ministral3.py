@@ -1,6 +1,6 @@
 """Ministral 3.
 
-The text decoders: YaRN, and queries scaled by their position.
+The text decoders: Mistral with YaRN, and queries scaled by their position as in Llama 4.
 """
 
 from dataclasses import replace
@@ -20,8 +20,8 @@ _YARN = YarnRopeScaling(
     factor=16.0, original_max_seq_len=16_384, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
 )
 
-# Default of transformers without rope_parameters.
-_DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
+# What transformers assumes without rope_parameters.
+_DEFAULT_ROPE = {**(write_scaling(_YARN) or {}), "rope_theta": 1e6, "llama_4_scaling_beta": 0.1}
 
 
 FORMAT = HFFormat(
@@ -31,13 +31,13 @@ FORMAT = HFFormat(
     windows="sliding_window",
     ropes=("growth",),
     write_more=write_growth,
-    defaults=(
-        ("head_dim", 128),
-        ("max_position_embeddings", 262_144),
-        ("num_key_value_heads", 8),
-        ("rms_norm_eps", 1e-5),
-        ("rope_parameters", _DEFAULT),
-    ),
+    defaults={
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _DEFAULT_ROPE,
+    },
 )
 SPEC = family("ministral3", FORMAT, HF_INTERLEAVED)
 

@@ -1,4 +1,8 @@
-"""Mistral."""
+"""Mistral.
+
+Llama's architecture with grouped queries (https://arxiv.org/abs/2310.06825). The first release, 7B v0.1, has sliding
+windows in its ``config.json``; the sizes here have none.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

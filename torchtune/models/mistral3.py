@@ -1,4 +1,8 @@
-"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B: text and images."""
+"""Mistral 3 and Ministral 3 with Pixtral's vision tower, and Pixtral 12B: text and images.
+
+The tower rotates channels by row and column, so that it takes images of any size; a token ends each row of an image
+(https://arxiv.org/abs/2410.07073).
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -23,7 +27,7 @@ from torchtune.models.ministral3 import FORMAT as MINISTRAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class PixtralImages(ImageProcessor):
+class PixtralImageProcessor(ImageProcessor):
     """Image processor of Mistral 3, Ministral 3 and Pixtral.
 
     Attributes:
@@ -35,8 +39,8 @@ class PixtralImages(ImageProcessor):
     longest: int = 1024
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         patch = config.get("patch_size")
         return {
             "patch_size": patch.get("height") if isinstance(patch, Mapping) else patch,
@@ -55,7 +59,7 @@ class PixtralImages(ImageProcessor):
             raise DataError(f"an image of {size[0]} x {size[1]} pixels is too long: reduced, it has no pixel left")
         rows = math.ceil(height / factor)
         columns = math.ceil(width / factor)
-        return self.plan_of(rows * factor, columns * factor)
+        return self.plan_for_size(rows * factor, columns * factor)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
@@ -84,13 +88,13 @@ def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
     return _FEATURES
 
 
-_TEXT_DEFAULTS = (
-    ("num_key_value_heads", 8),
-    ("head_dim", 128),
-    ("max_position_embeddings", 131_072),
-    ("rms_norm_eps", 1e-5),
-    ("rope_theta", 1e9),
-)
+_TEXT_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e9,
+}
 _FIXED = {
     "patch_bias": False,
     "attn_bias": False,
@@ -113,12 +117,12 @@ _FORMAT = ImageTextFormat(
         ("hidden_act", "activation", "gelu"),
     ),
     outer_fields=(("spatial_merge_size", "merge", 2), ("multimodal_projector_bias", "projector_bias", False)),
-    tokens=(("image_token_index", 10),),
+    tokens={"image_token_index": 10},
     fixed={**_FIXED, "merge_channels_first": True, "merge_reduces": True, "merge_norm": "rms"},
-    derived=(("head_dim", "head_dim"),),
-    unused=("image_size",),  # rotary embeddings have no largest size
+    derived={"head_dim": "head_dim"},
+    tower_unused=("image_size",),  # rotary embeddings have no largest size
     read_vision=_read,
-    ignored=("image_token_id", "image_seq_length"),
+    outer_unused=("image_token_id", "image_seq_length"),
 )
 _LLAVA_FORMAT = replace(
     _FORMAT,
@@ -157,7 +161,7 @@ SPEC = image_text_family(
     "mistral3",
     (_FORMAT, replace(_FORMAT, text=MINISTRAL), _LLAVA_FORMAT),
     replace(HF_INTERLEAVED.prefixed(_TEXT, "decoder.").extended(_ROWS), modules=_MODULES),
-    PixtralImages,
+    PixtralImageProcessor,
 )
 
 __all__ = ["SPEC"]

@@ -1,6 +1,6 @@
 """Mistral Small 4, a mixture of experts with latent attention.
 
-Queries are scaled by their position; softmax routers, a shared expert, and YaRN.
+DeepSeek V3's attention with queries that are scaled by their position; softmax routers, a shared expert, and YaRN.
 """
 
 from typing import Any
@@ -28,13 +28,15 @@ from torchtune.models._family import (
 )
 
 _YARN = YarnRopeScaling(factor=128.0, original_max_seq_len=8192, mscale=1.0, mscale_all_dim=1.0)
-# Default of transformers without rope_parameters.
-_DEFAULT = {**(write_scaling(_YARN) or {}), "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+# What transformers assumes without rope_parameters.
+_DEFAULT_ROPE = {**(write_scaling(_YARN) or {}), "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    latents = read_latents(fields, kv=256, queries=1024, keys=64, values=128, whole_head=True)
-    return {**read_experts(fields, 128, 2048, first_dense=0), **latents}
+    latents = read_latents(
+        fields, kv_latent_dim=256, q_latent_dim=1024, unrotated_dim=64, value_dim=128, whole_head=True
+    )
+    return {**read_experts(fields, num_experts=128, expert_dim=2048, num_dense_layers=0), **latents}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -50,7 +52,7 @@ _FORMAT = HFFormat(
     extra_fields=router_fields(experts_per_token=4),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 1_048_576), ("rope_parameters", _DEFAULT)),
+    defaults={"max_position_embeddings": 1_048_576, "rope_parameters": _DEFAULT_ROPE},
 )
 _EXPERTS = experts(latent_attention(HF_HALF), "mlp", "gate_proj", "up_proj", "down_proj")
 SPEC = family("mistral4", _FORMAT, shared_expert(with_fused_experts(_EXPERTS, "mlp"), "mlp.shared_experts"))

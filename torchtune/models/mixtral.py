@@ -1,6 +1,6 @@
 """Mixtral.
 
-Mistral's layers with eight experts, two per token.
+Mistral's layers with eight experts, two per token (https://arxiv.org/abs/2401.04088).
 """
 
 from dataclasses import replace
@@ -12,19 +12,19 @@ _FORMAT = HFFormat(
     "mixtral",
     "interleaved",
     windows="sliding_window",
-    fixed=(("router_normalize", True),),
+    fixed={"router_normalize": True},
     extra_fields=(
         ("num_local_experts", "num_experts", 8),
         ("num_experts_per_tok", "experts_per_token", 2),
         ("intermediate_size", "expert_dim", 14_336),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 1e6),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
 )
 SPEC = family("mixtral", _FORMAT, experts(HF_INTERLEAVED, "block_sparse_moe", "w1", "w3", "w2"))
 

@@ -1,6 +1,7 @@
 """Nemotron-H and Nemotron 3.
 
-A layer is Mamba, attention, experts or a feed-forward. Feed-forwards have a squared ReLU; there is no RoPE.
+A layer is Mamba 2, attention, experts or a feed-forward. Feed-forwards have a squared ReLU; there is no RoPE
+(https://arxiv.org/abs/2504.03624).
 """
 
 from collections.abc import Mapping
@@ -18,12 +19,12 @@ from torchtune.models._family import (
     Row,
     experts,
     family,
+    format_value,
     mixers,
     model_builders,
     renamed,
     require_silu,
     shared_expert,
-    shown,
 )
 
 # Letter in hybrid_override_pattern -> kind of layer.
@@ -111,7 +112,8 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():
         raise ModelError(
             "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "
-            f"{shown(kinds or pattern)}, where a list of {', '.join(_KINDS.values())} is expected: download it again."
+            f"{format_value(kinds or pattern)}, where a list of {', '.join(_KINDS.values())} is expected: download it "
+            "again."
         )
     return {**config, "num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
 
@@ -130,7 +132,7 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _read_sizes(fields: Fields, sizes: tuple[tuple[str, str, Any], ...]) -> dict[str, Any]:
-    return {field: type(default)(fields.take(name, default)) for name, field, default in sizes}
+    return {attribute: type(default)(fields.take(name, default)) for name, attribute, default in sizes}
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -154,20 +156,20 @@ FORMAT = HFFormat(
     activation=("mlp_hidden_act", "relu2"),
     ropes=("none",),
     eps_field="layer_norm_epsilon",
-    fixed=(("mlp_gated", False), ("norm_rounds_last", True)),
-    required_values=(("use_conv_bias", True), ("use_bias", False), ("mlp_bias", False)),
+    fixed={"mlp_gated": False, "norm_rounds_last": True},
+    required_values={"use_conv_bias": True, "use_bias": False, "mlp_bias": False},
     unused=_UNUSED,
     read_more=_read,
     write_more=_write,
     prepare=_prepare,
-    defaults=(
-        ("num_attention_heads", 32),
-        ("num_key_value_heads", 8),
-        ("head_dim", 128),
-        ("intermediate_size", 21_504),
-        ("max_position_embeddings", 4096),
-        ("layer_norm_epsilon", 1e-5),
-    ),
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21_504,
+        "max_position_embeddings": 4096,
+        "layer_norm_epsilon": 1e-5,
+    },
 )
 _HF_MLP = "model.layers.{layer}.mlp."
 _TUNE_MLP = "layers.{layer}.mlp."

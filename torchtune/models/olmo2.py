@@ -1,4 +1,8 @@
-"""OLMo 2."""
+"""OLMo 2.
+
+For stable training, norms come after attention and feed-forward, and queries and keys are normalized over all heads
+together (https://arxiv.org/abs/2501.00656).
+"""
 
 from functools import partial
 
@@ -13,8 +17,8 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    fixed=(("norm_order", "post"), ("qk_norm_whole", True)),
-    defaults=(("max_position_embeddings", 2048), ("rms_norm_eps", 1e-5)),
+    fixed={"norm_order": "post", "qk_norm_whole": True},
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )
 SPEC = family("olmo2", FORMAT, hf_names(Identity(), NORMS))
 

@@ -24,7 +24,7 @@ _BASE = 500_000.0
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    """Check RoPE bases outside of ``rope_parameters``: versions of transformers apply them to different layers."""
+    """Refuse RoPE bases outside of ``rope_parameters``, which releases of transformers apply to different layers."""
     for name in ("rope_theta", "rope_local_base_freq"):
         if fields.peek(name) not in (None, _BASE):
             raise fields.refusal(name, fields.peek(name))
@@ -49,13 +49,14 @@ FORMAT = replace(
     ropes=("window",),
     read_more=_read,
     write_more=_write,
-    defaults=(*OLMO2_FORMAT.defaults, ("rope_theta", _BASE), ("rope_local_base_freq", _BASE), ("sliding_window", 4096)),
+    defaults={**OLMO2_FORMAT.defaults, "rope_theta": _BASE, "rope_local_base_freq": _BASE, "sliding_window": 4096},
 )
 SPEC = family("olmo3", FORMAT, OLMO2_SPEC.weight_map())
 
 
-def _olmo3(older: str) -> Description:
-    description = OLMO2[older]
+def _olmo3(olmo2_name: str) -> Description:
+    """Describe the model that has the sizes of an OLMo 2."""
+    description = OLMO2[olmo2_name]
     return replace(
         description,
         vocab_size=100_278,
@@ -63,6 +64,7 @@ def _olmo3(older: str) -> Description:
         window=4096,
         window_layers=all_but_every(description.num_layers, 4),
         rope_window_base=_BASE,
+        # The attention factor is 0.1 * ln(8) + 1, as published files state it.
         rope_scaling=YarnRopeScaling(factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836),
     )
 

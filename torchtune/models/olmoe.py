@@ -1,6 +1,7 @@
 """OLMoE.
 
-64 experts per layer, 8 per token, and norms of queries and keys over all heads together.
+64 experts per layer, 8 per token, and norms of queries and keys over all heads together
+(https://arxiv.org/abs/2409.02060).
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ _FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    fixed=(("qk_norm_whole", True),),
+    fixed={"qk_norm_whole": True},
     extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 8),
         ("intermediate_size", "expert_dim", 2048),
@@ -32,7 +33,7 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(("max_position_embeddings", 4096), ("rms_norm_eps", 1e-5)),
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
 )
 SPEC = family("olmoe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 

@@ -1,6 +1,7 @@
 """Phi-3.
 
-Files hold queries, keys and values in one matrix, and gate and up projections in another.
+Llama's architecture (https://arxiv.org/abs/2404.14219), but files hold queries, keys and values in one matrix, and gate
+and up projections in another.
 """
 
 from collections.abc import Mapping
@@ -30,13 +31,12 @@ FORMAT = HFFormat(
     "half",
     windows="sliding_window",
     ropes=("partial",),
-    defaults=(
-        ("attention_bias", None),
-        ("embd_pdrop", None),
-        ("max_position_embeddings", 4096),
-        ("original_max_position_embeddings", 4096),
-        ("rms_norm_eps", 1e-5),
-    ),
+    unused=("full_attn_mod", "interpolate_factor"),  # in files of Phi-4 mini
+    defaults={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
 )
 SPEC = family("phi3", FORMAT, hf_names(Identity(), fused=("qkv", "gate_up")), model_types=("PHI3_MINI", "PHI4"))
 
@@ -51,7 +51,7 @@ SIZES = {
         max_seq_len=4096,
         num_heads=32,
         num_kv_heads=32,
-        window=2047,
+        window=2047,  # as published; the context is 4096
         window_layers=tuple(range(32)),
     ),
 }
@@ -201,12 +201,21 @@ def phi3_hf_to_tune(
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         dim: width of the residual stream; by default that of the weights.
     """
-    fused = next((tensor for name, tensor in state_dict.items() if name.endswith("gate_up_proj.weight")), None)
-    width = dim or (4096 if fused is None else fused.shape[1])
-    heads = num_heads or 1
-    hidden = 2 if fused is None else fused.shape[0]
+    num_heads = num_heads or 1
+    embed_dim = dim or 4096
+    intermediate_dim = 1
+    for name, tensor in state_dict.items():
+        if name.endswith("gate_up_proj.weight"):  # [2 * intermediate_dim, embed_dim]
+            intermediate_dim = tensor.shape[0] // 2
+            embed_dim = dim or tensor.shape[1]
+            break
     description = describe_state_dict(
-        state_dict, heads, num_kv_heads or heads, width, intermediate_dim=hidden // 2, biases=False
+        state_dict,
+        num_heads,
+        num_kv_heads or num_heads,
+        embed_dim,
+        intermediate_dim=intermediate_dim,
+        biases=False,
     )
     return convert_by(SPEC.weight_map(), state_dict, description, to_tune=True)
 

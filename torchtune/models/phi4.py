@@ -1,6 +1,6 @@
 """Phi-4.
 
-Phi-3's architecture with another tokenizer.
+Phi-3's architecture with another tokenizer (https://arxiv.org/abs/2412.08905).
 """
 
 from collections.abc import Mapping

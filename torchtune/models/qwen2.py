@@ -1,4 +1,7 @@
-"""Qwen 2."""
+"""Qwen 2.
+
+Llama's architecture with biases of queries, keys and values, and a larger RoPE base (https://arxiv.org/abs/2407.10671).
+"""
 
 from collections.abc import Mapping
 from functools import partial

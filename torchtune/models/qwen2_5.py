@@ -1,6 +1,6 @@
 """Qwen 2.5.
 
-Qwen 2's architecture.
+Qwen 2's architecture in more sizes, and a tokenizer with tool calls (https://arxiv.org/abs/2412.15115).
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Qwen 2.5-VL: text and images.
 
-Qwen 2.5 with a tower whose attention is in windows.
+Qwen 2.5 with a tower that attends within windows in all but four layers (https://arxiv.org/abs/2502.13923).
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_HALF, QWEN2, Fields, FlatPatches, Row, gated_names, module_rows
-from torchtune.models.qwen3_vl import TOWER_FIELDS, QwenImages, fused_qkv
+from torchtune.models.qwen3_vl import TOWER_FIELDS, QwenImageProcessor, fused_qkv
 
 _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -42,14 +42,14 @@ _TEXT = replace(
     model_type="qwen2_5_vl_text",
     ropes=("sections",),
     prepare=_without_mrope,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 32_768),
-        ("sliding_window", 4096),
-        ("max_window_layers", 80),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 1_000_000.0),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 4096,
+        "max_window_layers": 80,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+    },
 )
 _FORMAT = ImageTextFormat(
     _ARCHITECTURE,
@@ -57,7 +57,7 @@ _FORMAT = ImageTextFormat(
     _TEXT,
     vision_type="qwen2_5_vl_vision",
     tower_fields=tuple((name, field, _DEFAULTS.get(name, default)) for name, field, default in TOWER_FIELDS),
-    tokens=(("image_token_id", 151_655), ("video_token_id", 151_656)),
+    tokens={"image_token_id": 151_655, "video_token_id": 151_656},
     fixed={
         "patch_bias": False,
         "mlp_gated": True,
@@ -66,11 +66,12 @@ _FORMAT = ImageTextFormat(
         "merge_norm": "rms",
         "merge_norm_eps": 1e-6,
     },
-    unused=("tokens_per_second",),  # the image processor reads it
+    # The image processor reads the first. Published files have the others beside in_channels and patch_size.
+    tower_unused=("tokens_per_second", "in_chans", "spatial_patch_size"),
     read_vision=_read,
     write_vision=_write,
-    sections=(16, 24, 24),
-    interleaved=False,
+    mrope_sections=(16, 24, 24),
+    mrope_interleaved=False,
 )
 
 
@@ -87,6 +88,6 @@ _ROWS = [
 ]
 _MODULES = (("model.", "model.language_model."), ("visual.", "model.visual."))
 _NAMES = replace(HF_HALF.prefixed({}, "decoder.").extended(_ROWS), modules=_MODULES)
-SPEC = image_text_family("qwen2_5_vl", [_FORMAT], _NAMES, QwenImages)
+SPEC = image_text_family("qwen2_5_vl", [_FORMAT], _NAMES, QwenImageProcessor)
 
 __all__ = ["SPEC"]

@@ -1,6 +1,7 @@
 """Qwen 3, the dense models.
 
-Head dimension 128, norms of queries and keys, no biases.
+Norms of queries and keys replace the biases of Qwen 2, and heads have 128 channels whatever the width
+(https://arxiv.org/abs/2505.09388).
 """
 
 from collections.abc import Mapping

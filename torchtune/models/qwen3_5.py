@@ -1,6 +1,7 @@
 """Qwen 3.5 and 3.6, the dense text decoders.
 
-Three layers of linear attention (Gated DeltaNet) for each layer of gated attention.
+Three layers of linear attention (Gated DeltaNet, https://arxiv.org/abs/2412.06464) for each layer of gated attention
+(https://arxiv.org/abs/2505.06708).
 """
 
 from dataclasses import replace
@@ -24,17 +25,17 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     ropes=("partial", "sections"),
-    fixed=(("attn_gate", True), ("norm_unit_offset", True)),
+    fixed={"attn_gate": True, "norm_unit_offset": True},
     read_more=read_delta_net,
     write_more=write_delta_net,
-    defaults=(
-        ("num_key_value_heads", 4),
-        ("head_dim", 256),
-        ("max_position_embeddings", 32_768),
-        ("partial_rotary_factor", 0.25),
-    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    },
 )
 SPEC = family("qwen3_5", FORMAT, mixers(HF_HALF, DeltaNetMixer.names), untrained=("mtp.",))
 

@@ -25,14 +25,14 @@ FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     ropes=("partial", "sections"),
-    fixed=(
-        ("attn_gate", True),
-        ("norm_unit_offset", True),
-        ("shared_expert_gate", True),
-        ("router_normalize", True),
-    ),
+    fixed={
+        "attn_gate": True,
+        "norm_unit_offset": True,
+        "shared_expert_gate": True,
+        "router_normalize": True,
+    },
     extra_fields=(
         ("num_experts", "num_experts", 256),
         ("num_experts_per_tok", "experts_per_token", 8),
@@ -42,13 +42,13 @@ FORMAT = HFFormat(
     ),
     read_more=read_delta_net,
     write_more=write_delta_net,
-    defaults=(
-        ("intermediate_size", 1),  # unused and absent: no layer is dense
-        ("num_key_value_heads", 2),
-        ("head_dim", 256),
-        ("max_position_embeddings", 32_768),
-        ("partial_rotary_factor", 0.25),
-    ),
+    defaults={
+        "intermediate_size": 1,  # unused and absent: no layer is dense
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    },
 )
 _EXPERTS = experts(mixers(HF_HALF, DeltaNetMixer.names), "mlp", "gate_proj", "up_proj", "down_proj")
 _NAMES = shared_expert(_EXPERTS, "mlp.shared_expert", "mlp.shared_expert_gate")

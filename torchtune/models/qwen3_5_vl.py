@@ -9,12 +9,12 @@ from torchtune.models.qwen3_5 import FORMAT
 from torchtune.models.qwen3_5 import SPEC as TEXT
 from torchtune.models.qwen3_5_moe import FORMAT as MOE_FORMAT
 from torchtune.models.qwen3_5_moe import SPEC as MOE_TEXT
-from torchtune.models.qwen3_vl import QwenImages, qwen_format, tower_names
+from torchtune.models.qwen3_vl import QwenImageProcessor, qwen_format, tower_names
 
 _QWEN3_5 = {
     "deep_layers": [],
-    "tokens": (("image_token_id", 248_056), ("video_token_id", 248_057)),
-    "sections": (11, 11, 10),
+    "tokens": {"image_token_id": 248_056, "video_token_id": 248_057},
+    "mrope_sections": (11, 11, 10),
 }
 _FORMATS = (
     qwen_format("Qwen3_5ForConditionalGeneration", "qwen3_5", FORMAT, **_QWEN3_5),
@@ -29,6 +29,6 @@ def _names(kind: str) -> WeightMap:
 
 
 _NAMES = {"hf": _names("hf"), "hf_fused": _names("hf_fused")}
-SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES["hf"], QwenImages, TEXT, _NAMES)
+SPEC = image_text_family("qwen3_5_vl", _FORMATS, _NAMES["hf"], QwenImageProcessor, TEXT, _NAMES)
 
 __all__ = ["SPEC"]

@@ -1,35 +1,21 @@
 """Qwen 3, the mixtures of experts.
 
-Qwen 3's layers with 128 experts, 8 per token.
+Qwen 3's layers with 128 experts, 8 per token, and no shared expert (https://arxiv.org/abs/2505.09388).
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from torchtune.models._family import (
     HF_HALF,
     Builder,
-    Description,
-    Fields,
     HFFormat,
     experts,
     family,
-    layers_without_experts,
     model_builders,
+    read_qwen_experts,
+    write_qwen_experts,
 )
-
-
-def _read(fields: Fields) -> dict[str, Any]:
-    number = fields.take("num_local_experts", 128)  # the name in transformers 5
-    return {
-        "num_experts": fields.take("num_experts", number),
-        "expertless_layers": layers_without_experts(fields),
-    }
-
-
-def _write(d: Description) -> dict[str, Any]:
-    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
-
 
 _FORMAT = HFFormat(
     "Qwen3MoeForCausalLM",
@@ -44,9 +30,9 @@ _FORMAT = HFFormat(
         ("norm_topk_prob", "router_normalize", False),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    read_more=_read,
-    write_more=_write,
-    defaults=(("num_key_value_heads", 4), ("max_position_embeddings", 32_768), ("sliding_window", 4096)),
+    read_more=partial(read_qwen_experts, num_experts=128),
+    write_more=write_qwen_experts,
+    defaults={"num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096},
 )
 SPEC = family("qwen3_moe", _FORMAT, experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"))
 

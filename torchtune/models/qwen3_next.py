@@ -1,6 +1,7 @@
 """Qwen3-Next, mixtures of experts with linear attention.
 
-Linear attention in three of four layers, 512 experts and a gated shared expert in every layer.
+Linear attention in three of four layers, 512 experts and a gated shared expert in every layer. The mixers are those of
+Qwen 3.5, with fused projections in files.
 """
 
 from typing import Any
@@ -16,21 +17,22 @@ from torchtune.models._family import (
     all_but_every,
     experts,
     family,
-    layers_without_experts,
     mixers,
     model_builders,
     read_delta_net,
+    read_qwen_experts,
     shared_expert,
     write_delta_net,
+    write_qwen_experts,
 )
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {"expertless_layers": layers_without_experts(fields), **read_delta_net(fields, fused=True)}
+    return {**read_qwen_experts(fields, num_experts=512), **read_delta_net(fields, fused=True)}
 
 
 def _write(d: Description) -> dict[str, Any]:
-    return {"mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1, **write_delta_net(d)}
+    return {**write_qwen_experts(d), **write_delta_net(d)}
 
 
 _FORMAT = HFFormat(
@@ -39,11 +41,10 @@ _FORMAT = HFFormat(
     "half",
     biases="attention_bias",
     qk_norm="before_rope",
-    mixer_kind="linear_attention",
+    mixer_layer_type="linear_attention",
     ropes=("partial",),
-    fixed=(("attn_gate", True), ("norm_unit_offset", True), ("shared_expert_gate", True)),
+    fixed={"attn_gate": True, "norm_unit_offset": True, "shared_expert_gate": True},
     extra_fields=(
-        ("num_experts", "num_experts", 512),
         ("num_experts_per_tok", "experts_per_token", 10),
         ("moe_intermediate_size", "expert_dim", 512),
         ("shared_expert_intermediate_size", "shared_expert_dim", 512),
@@ -52,12 +53,12 @@ _FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 2),
-        ("head_dim", 256),
-        ("max_position_embeddings", 32_768),
-        ("partial_rotary_factor", 0.25),
-    ),
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "partial_rotary_factor": 0.25,
+    },
 )
 _NAMES = experts(mixers(HF_HALF, FUSED_DELTA_NET), "mlp", "gate_proj", "up_proj", "down_proj")
 SPEC = family(

@@ -1,4 +1,8 @@
-"""Qwen 3-VL, dense and with experts: text and images."""
+"""Qwen 3-VL, dense and with experts: text and images.
+
+Outputs of three layers of the tower are added in the first layers of the decoder (DeepStack,
+https://arxiv.org/abs/2406.04334). The decoder rotates channels by time, row and column of a patch, which alternate.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,16 +15,16 @@ from torchtune.models._build_vision import ImageTextFormat, VisionDescription, i
 from torchtune.models._family import (
     HF_HALF,
     QWEN3,
-    Description,
     Fields,
     FlatPatches,
     HFFormat,
     Row,
     Split,
     experts,
-    layers_without_experts,
     module_rows,
+    read_qwen_experts,
     with_fused_experts,
+    write_qwen_experts,
 )
 from torchtune.models._image_processors import ImageProcessor, Plan
 
@@ -28,7 +32,7 @@ _MOST_ASPECT = 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenImages(ImageProcessor):
+class QwenImageProcessor(ImageProcessor):
     """Processor of images and videos of Qwen 2.5-VL, Qwen 3-VL and Qwen 3.5.
 
     Attributes:
@@ -47,12 +51,12 @@ class QwenImages(ImageProcessor):
     frames: int = 2
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
-    video: "QwenImages | None" = None
+    video: "QwenImageProcessor | None" = None
     token: int = 0
     tokens_per_second: float = 0.0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "QwenImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         processor = replace(super().from_config(config, model), token=model.get("image_token_id", 0))
         if model.get("model_type") == "qwen2_5_vl":
@@ -67,8 +71,8 @@ class QwenImages(ImageProcessor):
         return replace(processor, video=video)
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         size = config.get("size") or {}
         return {
             "patch_size": config.get("patch_size"),
@@ -82,7 +86,7 @@ class QwenImages(ImageProcessor):
         """See :meth:`ImageProcessor.plan`; refuses an image with one side more than 200 times the other."""
         width, height, *video = size
         if not video:
-            return self.plan_of(*self._resized(width, height))
+            return self.plan_for_size(*self._resized(width, height))
         num_frames, fps = video
         # The limits of pixels are for each frame, or for all frames together.
         limited_frames = 1 if self.tokens_per_second else num_frames
@@ -90,13 +94,13 @@ class QwenImages(ImageProcessor):
         if limited_frames > 1 and scale > 1:
             width = int(width * scale)
             height = int(height * scale)
-        plan = self.plan_of(*(self.video or self)._resized(width, height, limited_frames))
+        plan = self.plan_for_size(*(self.video or self)._resized(width, height, limited_frames))
         texts = []
         for first in range(0, num_frames, self.frames):
             last = min(first + self.frames, num_frames) - 1
             time = (first / fps + last / fps) / 2
             texts.append(f"<{time:.1f} seconds>")
-        plan = self.plan_of_frames(plan, texts)
+        plan = self.plan_for_frames(plan, texts)
         if not self.tokens_per_second:
             return plan
         return plan._replace(texts=("",), step=self.tokens_per_second * (self.frames / fps))
@@ -217,39 +221,24 @@ def tower_names() -> list[Row]:
     ]
 
 
-_TOKENS = (("image_token_id", 151_655), ("video_token_id", 151_656))
 _DENSE = replace(
     QWEN3,
     architecture="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl_text",
     windows="none",
     ropes=("sections",),
-    defaults=(
-        ("num_key_value_heads", 32),
-        ("head_dim", 128),
-        ("max_position_embeddings", 128_000),
-        ("rope_theta", 500_000.0),
-        ("vocab_size", 151_936),
-        ("hidden_size", 4096),
-        ("intermediate_size", 22_016),
-        ("num_hidden_layers", 32),
-        ("num_attention_heads", 32),
-    ),
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128_000,
+        "rope_theta": 500_000.0,
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 22_016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
 )
-
-
-def _read_experts(fields: Fields) -> dict[str, Any]:
-    number = fields.take("num_local_experts", 60)  # the name in transformers 5
-    fields.take("norm_topk_prob", None)  # transformers always normalizes
-    return {
-        "num_experts": fields.take("num_experts", number),
-        "expertless_layers": layers_without_experts(fields),
-        "router_normalize": True,
-    }
-
-
-def _write_experts(d: Description) -> dict[str, Any]:
-    return {"num_experts": d.num_experts, "mlp_only_layers": list(d.expertless_layers), "decoder_sparse_step": 1}
 
 
 _MOE = replace(
@@ -261,17 +250,23 @@ _MOE = replace(
         ("moe_intermediate_size", "expert_dim", 1408),
         ("router_aux_loss_coef", "router_balance", 0.001),
     ),
-    read_more=_read_experts,
-    write_more=_write_experts,
-    defaults=(("num_key_value_heads", 16), ("max_position_embeddings", 128_000), ("rope_theta", 500_000.0)),
+    fixed={"router_normalize": True},
+    unused=("norm_topk_prob",),  # transformers always normalizes
+    read_more=partial(read_qwen_experts, num_experts=60),
+    write_more=write_qwen_experts,
+    defaults={"num_key_value_heads": 16, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
 )
-_QWEN3_VL = {"deep_layers": [8, 16, 24], "tokens": _TOKENS, "sections": (24, 20, 20)}
+_QWEN3_VL = {
+    "deep_layers": [8, 16, 24],
+    "tokens": {"image_token_id": 151_655, "video_token_id": 151_656},
+    "mrope_sections": (24, 20, 20),
+}
 _FORMATS = (
     qwen_format(_DENSE.architecture, "qwen3_vl", _DENSE, **_QWEN3_VL),
     qwen_format(_MOE.architecture, "qwen3_vl_moe", _MOE, **_QWEN3_VL),
 )
 _EXPERTS = experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj")
 _TEXT = with_fused_experts(_EXPERTS, "mlp", both=True).prefixed({"model.": "model.language_model."}, "decoder.")
-SPEC = image_text_family("qwen3_vl", _FORMATS, _TEXT.extended(tower_names()), QwenImages)
+SPEC = image_text_family("qwen3_vl", _FORMATS, _TEXT.extended(tower_names()), QwenImageProcessor)
 
 __all__ = ["SPEC"]

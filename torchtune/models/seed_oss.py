@@ -1,4 +1,7 @@
-"""Seed-OSS."""
+"""Seed-OSS.
+
+Llama's architecture with biases of queries, keys and values, and a flag for that of the output projection.
+"""
 
 from typing import Any
 
@@ -24,12 +27,12 @@ FORMAT = HFFormat(
     has_mlp_bias=True,
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("attention_bias", True),
-        ("head_dim", 128),
-        ("max_position_embeddings", 524_288),
-        ("num_key_value_heads", 8),
-    ),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "max_position_embeddings": 524_288,
+        "num_key_value_heads": 8,
+    },
 )
 SPEC = family("seed_oss", FORMAT, HF_HALF)
 

@@ -1,6 +1,6 @@
 """SmolLM 2.
 
-Llama's architecture without RoPE scaling.
+Llama's architecture without RoPE scaling, in small sizes (https://arxiv.org/abs/2502.02737).
 """
 
 from functools import partial

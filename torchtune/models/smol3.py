@@ -1,23 +1,25 @@
-"""SmolLM 3."""
+"""SmolLM 3.
+
+Llama's architecture without RoPE in every fourth layer, for long contexts (https://arxiv.org/abs/2501.18795).
+"""
 
 from typing import Any
 
-from torchtune.models._family import Builder, Description, Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._family import (
+    Builder,
+    Fields,
+    HFFormat,
+    Identity,
+    family,
+    hf_names,
+    model_builders,
+    read_unrotated_layers,
+    write_unrotated_layers,
+)
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    num_layers = fields.take("num_hidden_layers")
-    interval = max(fields.take("no_rope_layer_interval", 4), 1)
-    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
-    if has_rope is None:
-        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
-    if len(has_rope) < num_layers:
-        raise fields.refusal("no_rope_layers", has_rope)
-    return {"unrotated_layers": tuple(layer for layer in range(num_layers) if not has_rope[layer])}
-
-
-def _write(d: Description) -> dict[str, Any]:
-    return {"no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)]}
+    return {"unrotated_layers": read_unrotated_layers(fields)}
 
 
 FORMAT = HFFormat(
@@ -29,13 +31,13 @@ FORMAT = HFFormat(
     windows="use_sliding_window",
     window_layers="unrotated",
     read_more=_read,
-    write_more=_write,
-    defaults=(
-        ("max_position_embeddings", 32_768),
-        ("num_key_value_heads", 4),
-        ("rope_theta", 2_000_000.0),
-        ("tie_word_embeddings", True),
-    ),
+    write_more=write_unrotated_layers,
+    defaults={
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
 )
 SPEC = family("smol3", FORMAT, hf_names(Identity()))
 

@@ -1,4 +1,7 @@
-"""SmolVLM 2: text and images."""
+"""SmolVLM 2: text and images.
+
+SigLIP over tiles of an image and over the whole image, and SmolLM 2 (https://arxiv.org/abs/2504.05299).
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +12,7 @@ import numpy as np
 
 from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
 from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
-from torchtune.models._image_processors import LANCZOS, Plan, TiledProcessor
+from torchtune.models._image_processors import LANCZOS, Plan, TiledImageProcessor
 
 _LARGEST = 4096
 _AROUND = "<fake_token_around_image>"
@@ -18,7 +21,7 @@ _WHOLE = "<global-img>"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TiledImages(TiledProcessor):
+class SmolVLMImageProcessor(TiledImageProcessor):
     """Image processor of SmolVLM 2 and Idefics 3: tiles of a large image, then the whole image as a tile.
 
     Attributes:
@@ -33,13 +36,13 @@ class TiledImages(TiledProcessor):
     splits: bool = True
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "TiledImages":
+    def from_config(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> "SmolVLMImageProcessor":
         """See :meth:`ImageProcessor.from_config`."""
         return replace(super().from_config(config, model), splits=bool(config.get("do_image_splitting", True)))
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         return {
             "patch_size": (model.get("vision_config") or {}).get("patch_size", 32),
             "merge": model.get("scale_factor", 2),
@@ -50,7 +53,7 @@ class TiledImages(TiledProcessor):
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
         width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
-        return self.plan_of_tiles(height, width)
+        return self.plan_for_tiles(height, width)
 
     def _first(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return (width, height) with the longer side of ``longest`` pixels."""
@@ -81,7 +84,7 @@ class TiledImages(TiledProcessor):
         plan = self.plan(image.size)
         resized = self.resized(image, *self._first(image.size))
         resized = self.resized(resized, plan.width, plan.height)
-        return self.cut_tiles(resized, resized)
+        return self.patches_of_tiles(resized, resized)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""
@@ -108,7 +111,11 @@ def _write(v: VisionDescription) -> dict[str, Any]:
 FORMAT = ImageTextFormat(
     "SmolVLMForConditionalGeneration",
     "smolvlm",
-    replace(LLAMA, defaults=(*LLAMA.defaults, ("rms_norm_eps", 1e-5))),
+    replace(
+        LLAMA,
+        unused=("perceiver_config", "pixel_shuffle_factor"),  # of the code that trained; the connector has scale_factor
+        defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
+    ),
     vision_type="smolvlm_vision",
     tower_fields=(
         *ImageTextFormat.sizes(embed_dim=1152, intermediate_dim=3072, num_layers=12, num_heads=16, patch_size=32),
@@ -117,12 +124,12 @@ FORMAT = ImageTextFormat(
         ("hidden_act", "activation", "gelu_pytorch_tanh"),
     ),
     outer_fields=(("scale_factor", "merge", 2),),
-    tokens=(("image_token_id", 128_257),),
+    tokens={"image_token_id": 128_257},
     fixed={"last_norm": True, "positions": "interpolated", "projector_bias": False},
-    unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
+    tower_unused=("max_image_size", "size", "tie_word_embeddings", "use_base_siglip"),
     read_vision=_read,
     write_vision=_write,
-    ignored=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
+    outer_unused=("use_cache", "vocab_size", "image_seq_len", "use_reentrant_checkpoint"),
 )
 _LAYER = (
     ("sa_norm", "layer_norm1"),
@@ -141,6 +148,6 @@ _ROWS = [
     Row("model.connector.modality_projection.proj.weight", "encoder.projector.mlp.weight"),
 ]
 NAMES = HF_INTERLEAVED.prefixed({"model.": "model.text_model."}, "decoder.").extended(_ROWS)
-SPEC = image_text_family("smolvlm", [FORMAT], NAMES, TiledImages)
+SPEC = image_text_family("smolvlm", [FORMAT], NAMES, SmolVLMImageProcessor)
 
 __all__ = ["SPEC"]

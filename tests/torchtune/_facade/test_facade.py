@@ -95,23 +95,23 @@ def test_saved_adapters_and_models_have_the_logits_of_the_model(base, adapter, t
         torchtune.load(merged, adapter=merged, **FP32)
     assert torchtune.save(model, merged, overwrite=True) == merged
     assert not (merged / "model.safetensors").exists()
-    with pytest.raises(UserError, match=r"not written by torchtune.save: .* or delete it yourself"):
+    with pytest.raises(UserError, match=r"not written by torchtune\.save"):
         torchtune.save(model, shutil.copytree(adapter, tmp_path / "theirs"), overwrite=True)
     with pytest.raises(UserError, match="inside each other"):
         torchtune.save(model, base / "inside")
-    with pytest.raises(UserError, match=r"lora_.* is trained, but checkpoints would hold the base weights alone"):
+    with pytest.raises(UserError, match=r"lora_.* is trained"):
         torchtune.save(model, tmp_path / "lost", contents="model")
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "merged", "theirs"}  # nothing half written
 
     grown, _ = torchtune.load(base, **FP32)
     grown.tok_embeddings = torch.nn.Embedding(400, 32)
-    with pytest.raises(UserError, match="tied to another embedding than tok_embeddings, which no file would hold"):
+    with pytest.raises(UserError, match="tied to another embedding than tok_embeddings"):
         torchtune.save(grown, tmp_path / "grown")
 
     built = from_hf_config(base)
-    with pytest.raises(UserError, match=r"base: this model was not made by torchtune\.load"):
+    with pytest.raises(UserError, match=r"base: .* not made by torchtune\.load"):
         torchtune.save(built, tmp_path / "own")
-    with pytest.raises(UserError, match="a OrderedDict cannot be saved: give the model itself"):
+    with pytest.raises(UserError, match="OrderedDict cannot be saved"):
         torchtune.save(built.state_dict(), tmp_path / "own")
     wrapped = torch.nn.DataParallel(torch.compile(built))  # DistributedDataParallel has the model in the same place
     assert_equal(
@@ -178,9 +178,10 @@ def test_invalid_arguments_of_generate_are_refused(base, tmp_path, monkeypatch):
     refused("of transformers masks and ends nothing here", by=AutoTokenizer.from_pretrained(base))
 
     permuted = json.loads((base / "tokenizer.json").read_text())
-    ids = {number: token for token, number in permuted["model"]["vocab"].items()}
-    turned = {token: number if number < 3 else 3 + (number + 100) % (len(ids) - 3) for number, token in ids.items()}
-    permuted["model"]["vocab"] = turned
+    vocabulary = permuted["model"]["vocab"]
+    for token, number in vocabulary.items():
+        if number >= 3:  # after the special tokens
+            vocabulary[token] = 3 + (number + 100) % (len(vocabulary) - 3)
     folder = shutil.copytree(base, tmp_path / "plain")
     (folder / "tokenizer.json").write_text(json.dumps(permuted))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -210,7 +211,7 @@ def test_invalid_arguments_of_load_are_refused(base, adapter, tmp_path):
     refused("no adapter_model.safetensors", base, adapter=base)
     refused("LoRA: .*qproj", base, adapter=LoRA(target_modules=["qproj"]))  # matches nothing
     refused(r"'gate_proj', the nearest names are .*\.mlp\.w1\.", base, adapter=LoRA(target_modules=["gate_proj"]))
-    with pytest.raises(UserError, match="target_modules is the text 'all-linear': give a list"):
+    with pytest.raises(UserError, match="target_modules is the text 'all-linear'"):
         LoRA(target_modules="all-linear")
     refused("LoRA is a class: give one of its objects", base, adapter=LoRA)
     refused("cannot get another one", adapter, adapter=LoRA(rank=2))
@@ -233,12 +234,12 @@ def test_invalid_arguments_of_load_are_refused(base, adapter, tmp_path):
     refused("quantization_config", quantized)
 
 
-def test_from_the_cache_of_the_hub(base, tmp_path, monkeypatch):
+def test_model_is_loaded_from_the_cache_of_the_hub_without_a_network(base, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"There is no folder own/tiny, and the hub does not give it: .*no connection"):
+    with pytest.raises(UserError, match=r"no folder own/tiny, .*no connection"):
         torchtune.load("own/tiny", **FP32)
     repository = tmp_path / "hub" / "models--own--tiny"
     (repository / "refs").mkdir(parents=True)

@@ -47,14 +47,13 @@ def write_model(model: TransformerDecoder, folder: Path) -> dict[str, torch.Tens
     return weights
 
 
-_EXPERT = ("gate_proj", "up_proj", "down_proj")
-# Whose files hold the experts of a layer together.
+# Rows and architectures whose files hold the experts of a layer together.
 _FUSED = ("mistral4", "Mistral4", "llama4", "Llama4")
-# Whose files call the matrices of experts as Mixtral's do.
-_OF_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
+# Rows and architectures whose files call the matrices of experts as Mixtral's do.
+_LIKE_MIXTRAL = ("mixtral", "Mixtral", "minimax_m2", "MiniMaxM2", "lfm2_moe", "Lfm2Moe")
 
 
-def _of_granite4(name: str) -> str:
+def _granite4_name(name: str) -> str:
     for group, hf_group in (
         (".experts.gate_up_proj", ".input_linear.weight"),
         (".experts.down_proj", ".output_linear.weight"),
@@ -66,9 +65,13 @@ def _of_granite4(name: str) -> str:
 
 def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[str, torch.Tensor]:
     """Tensors of a model of transformers, ``of`` a row or an architecture, under the names of its files."""
-    gate, up, down, block = ("w1", "w3", "w2", "block_sparse_moe") if of in _OF_MIXTRAL else (*_EXPERT, "mlp")
+    gate, up, down = "gate_proj", "up_proj", "down_proj"
+    block = "mlp"
+    if of in _LIKE_MIXTRAL:
+        gate, up, down = "w1", "w3", "w2"
+        block = "block_sparse_moe"
     split_tensors = {}
-    tensors = [(_of_granite4(name), tensor) for name, tensor in tensors]
+    tensors = [(_granite4_name(name), tensor) for name, tensor in tensors]
     if any(".mixer." in name for name, _ in tensors):  # of Nemotron
         tensors = [(name.replace("model.", "backbone."), tensor) for name, tensor in tensors]
     names = {name for name, _ in tensors}
@@ -78,14 +81,13 @@ def on_disk(tensors: Iterable[tuple[str, torch.Tensor]], of: str = "") -> dict[s
         is_mlp = ".mlp." in key or ".feed_forward." in key
         if ".mixer.experts." in key:
             split_tensors |= {f"{path}.{expert}.{leaf}.weight": matrix for expert, matrix in enumerate(tensor)}
-            continue
-        if f"{path}.gate_up_proj_bias" in names or not is_mlp or of in _FUSED:  # and gpt-oss, Gemma
+        elif f"{path}.gate_up_proj_bias" in names or not is_mlp or of in _FUSED:  # and gpt-oss, Gemma
             split_tensors[key] = tensor
         elif leaf == "gate_up_proj" and tensor.dim() == 3:
             for expert, matrix in enumerate(tensor):
-                split_tensors[f"{path}.{expert}.{gate}.weight"], split_tensors[f"{path}.{expert}.{up}.weight"] = (
-                    matrix.chunk(2)
-                )
+                gate_matrix, up_matrix = matrix.chunk(2)
+                split_tensors[f"{path}.{expert}.{gate}.weight"] = gate_matrix
+                split_tensors[f"{path}.{expert}.{up}.weight"] = up_matrix
         elif leaf == "down_proj" and tensor.dim() == 3:
             split_tensors |= {f"{path}.{expert}.{down}.weight": matrix for expert, matrix in enumerate(tensor)}
         else:

@@ -385,13 +385,18 @@ _EPS = {"NemotronH": "layer_norm_epsilon", "Lfm2": "norm_eps", "Lfm2Moe": "norm_
 
 
 def _of(architecture: str, sizes: Config, tied: bool = False, **more: Any) -> Config:
-    sizes = {_EPS.get(architecture, key) if key == "rms_norm_eps" else key: value for key, value in sizes.items()}
+    sizes = dict(sizes)
+    if architecture in _EPS and "rms_norm_eps" in sizes:  # the field has another name
+        sizes[_EPS[architecture]] = sizes.pop("rms_norm_eps")
     return {"architectures": [f"{architecture}ForCausalLM"], "tie_word_embeddings": tied, **sizes, **more}
 
 
 def _kinds(layers: int, full: int, first: str = "sliding_attention") -> list[str]:
     """``layer_types`` with full attention in every ``full``-th layer."""
-    return ["full_attention" if (i + 1) % full == 0 else first for i in range(layers)]
+    layer_types = [first] * layers
+    for layer in range(full - 1, layers, full):
+        layer_types[layer] = "full_attention"
+    return layer_types
 
 
 _LLAMA3_ROPE = {
@@ -412,7 +417,7 @@ _GRANITE_H = {
     **_GRANITE,
     "position_embedding_type": "nope",
     "mamba_d_state": 128,
-    "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+    "layer_types": [*["mamba"] * 5, *["attention", *["mamba"] * 9] * 3, "attention", *["mamba"] * 4],
 }
 _MINISTRAL3 = {
     "rope_parameters": {
@@ -596,7 +601,7 @@ PUBLISHED: dict[str, Config] = {
     | {"first_k_dense_replace": 1},
     "lfm2_350m": _of("Lfm2", _sizes(65_536, 1024, 6656, 16, 16, 8, 128_000, 1e-5, 1e6), **_LFM2, **_LFM2_AT),
     "lfm2_8b_a1b": _of("Lfm2Moe", _sizes(65_536, 2048, 7168, 24, 32, 8, 128_000, 1e-5, 1e6), **_LFM2)
-    | {"layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
+    | {"layer_types": [*["conv", "conv", "full_attention", "conv"] * 5, "conv", "full_attention", "conv", "conv"]},
     # The rest of these equals the defaults of transformers' config class.
     "qwen3_5_9b": _of("Qwen3_5", {}, max_position_embeddings=262_144, rope_theta=1e7),
     "qwen3_5_27b": _of("Qwen3_5", _sizes(248_320, 5120, 17_408, 64, 24, 4, 262_144, 1e-6, 1e7))

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 OTHERS = {"clip", "convert_weights", "llama3_2_vision"}
 WITH_IMAGES = {name for name in list_specs() if get_spec(name).image_processor is not None}
 TEXT_FAMILIES = sorted({*modules_in(torchtune.models.__path__)} - OTHERS - WITH_IMAGES)
-CONFIGS = yaml.safe_load((ROOT / "recipes/templates/models.yaml").read_text())["models"]
+TABLE = yaml.safe_load((ROOT / "recipes/templates/models.yaml").read_text())
 
 
 def missing_entries(family: str, reader: str, sizes: list[str]) -> list[str]:
@@ -33,8 +33,12 @@ def missing_entries(family: str, reader: str, sizes: list[str]) -> list[str]:
     for size in sizes:
         if size not in {*PUBLISHED, *COUNTED, *STATED}:
             missing.append(f"tests/torchtune/models/families.py: add '{size}' to PUBLISHED")
-    if sizes and not any(name.partition("/")[0] == family for name in CONFIGS):
+    rows = [row for name, row in TABLE["models"].items() if name.partition("/")[0] == family]
+    if sizes and not rows:
         missing.append(f"recipes/templates/models.yaml: add a row '{family}/SIZE' to models, then run make configs")
+    has_titles = rows and all("title" in row for row in rows)
+    if sizes and not has_titles and family not in TABLE["families"]:
+        missing.append(f"recipes/templates/models.yaml: add a row '{family}' with a title to families")
     return missing
 
 
@@ -69,8 +73,8 @@ def test_builders_of_a_family_are_declared_for_editors(family):
         source = path.read_text()
     builders = [name for name in module.__all__ if callable(getattr(module, name)) and name != "SPEC"]
     definitions = r"^(?:def |class |.*import .*|)%s\b"
-    missing = [name for name in builders if not re.search(definitions % name, source, re.MULTILINE)]
-    assert not missing, f"torchtune/models/{family}.py: add lines '{missing[0]}: Builder' and so on: {missing}"
+    missing = [f"{name}: Builder" for name in builders if not re.search(definitions % name, source, re.MULTILINE)]
+    assert not missing, "\n".join(["", f"torchtune/models/{family}.py: add these lines after BUILDERS:", *missing])
 
 
 def test_tables_that_lack_a_new_family_are_named():
@@ -78,5 +82,6 @@ def test_tables_that_lack_a_new_family_are_named():
     assert [line.partition(":")[0] for line in missing] == [
         "tests/torchtune/models/families.py",
         "tests/torchtune/models/families.py",
+        "recipes/templates/models.yaml",
         "recipes/templates/models.yaml",
     ]

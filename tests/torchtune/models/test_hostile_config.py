@@ -1,15 +1,20 @@
 """A ``config.json`` of absurd sizes and wrong types: refused in one sentence that names the field, at once."""
 
 import json
+from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from tests.tiny_images import CONFIGS
+from tests.torchtune.models.families import FAMILIES, SMALL
 from tests.torchtune.models.test_left_out_fields import _FILES, _SIZES, _filled
 from tests.work import at_most
-from torchtune.models import ModelError, from_hf_config
+from torchtune.models import ModelError, ModelSpec, from_hf_config, spec_for_architecture
 
 _ABSURD = ["7", -3, 0.5, 1e30, float("nan"), float("inf"), [8], {"a": 1}, True, 10**12, 10**30, "x" * 10_000]
 
@@ -51,6 +56,60 @@ def test_a_wrong_value_in_any_field_is_refused_by_name(tmp_path, name):
                 assert field not in sizes or (value is True and field != "num_hidden_layers"), (field, value)
             else:
                 assert field in text or field.startswith("rope"), (field, value, text)
+
+
+def _variations(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the config with a wrong value in a field, a part of it, or an entry of a list; every third of them."""
+    values = [*_ABSURD, 0, None, [], {}]
+    number = 0
+    for field, original in config.items():
+        wrong_values: list[Any] = list(values)
+        if isinstance(original, dict):
+            for key, value in product(original, values):
+                wrong_values.append({**original, key: value})
+        if isinstance(original, list):
+            wrong_values += [original[:-1], [*original, 9999], ["a"] * len(original), [None] * len(original)]
+        for value in wrong_values:
+            number += 1
+            if number % 3 == 0:
+                yield {**config, field: value}
+
+
+def _refusal_by(spec: ModelSpec, config: dict[str, Any]) -> str:
+    """The error of a config; empty if it is read."""
+    try:
+        spec.from_hf_config(config)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _check_refusals(spec: ModelSpec, configs: Iterable[dict[str, Any]]) -> None:
+    texts = [_refusal_by(spec, config) for config in configs]
+    assert any(texts)
+    for text in texts:
+        assert "\n" not in text
+        assert len(text) < 600
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_wrong_value_is_a_model_error_in_every_family(name):
+    architecture, options = FAMILIES[name]
+    spec = spec_for_architecture(f"{architecture}ForCausalLM")
+    config = _filled(architecture, {**SMALL, **options}).to_dict()
+    config["architectures"] = [f"{architecture}ForCausalLM"]
+    _check_refusals(spec, _variations(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_wrong_value_is_a_model_error_in_every_family_with_images(name):
+    config = CONFIGS[name]().to_dict()
+    architecture = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config["model_type"]]
+    spec = spec_for_architecture(architecture)
+    config["architectures"] = [architecture]
+    _check_refusals(spec, _variations(config))
+    for part in ("text_config", "vision_config"):
+        _check_refusals(spec, ({**config, part: wrong_part} for wrong_part in _variations(config[part])))
 
 
 def test_size_of_zero_is_refused_by_name(tmp_path):

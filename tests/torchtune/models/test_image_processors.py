@@ -28,12 +28,12 @@ from tests.tiny_images import PROCESSOR, patches_by, pixels_of, squares
 from tests.torchtune.models.tokenizer_files import write_ranks
 from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.models.clip import CLIPImageTransform
-from torchtune.models.gemma4_unified_vl import UnifiedImages
-from torchtune.models.gemma4_vl import GemmaImages
-from torchtune.models.llama4 import Llama4Transform, LlamaImages, llama4_transform
-from torchtune.models.mistral3 import PixtralImages
-from torchtune.models.qwen3_vl import QwenImages
-from torchtune.models.smolvlm import TiledImages
+from torchtune.models.gemma4_unified_vl import GemmaUnifiedImageProcessor
+from torchtune.models.gemma4_vl import GemmaImageProcessor
+from torchtune.models.llama4 import Llama4ImageProcessor, Llama4Transform, llama4_transform
+from torchtune.models.mistral3 import PixtralImageProcessor
+from torchtune.models.qwen3_vl import QwenImageProcessor
+from torchtune.models.smolvlm import SmolVLMImageProcessor
 from torchtune.modules.vision_transformer import patch_places
 
 PROCESSORS = {
@@ -68,13 +68,13 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def qwen(settings):
-    processor = QwenImages.from_config(settings, {})
+    processor = QwenImageProcessor.from_config(settings, {})
     side, limits = 2 * processor.patch_size, settings["size"].values()
     return processor, side, limits, lambda height, width: smart_resize(height, width, side, *limits)
 
 
 def pixtral(longest):
-    processor = PixtralImages.from_config({"patch_size": 14, "size": {"longest_edge": longest}}, {})
+    processor = PixtralImageProcessor.from_config({"patch_size": 14, "size": {"longest_edge": longest}}, {})
 
     def resized(height, width):
         return get_resize_output_image_size(np.empty((3, height, width), np.uint8), longest, 28, "channels_first")
@@ -86,7 +86,7 @@ def gemma(tokens):
     def resized(height, width):
         return get_aspect_ratio_preserving_size(height, width, 16, tokens * 9, 3)
 
-    return GemmaImages.from_config({"max_soft_tokens": tokens}, {}), 48, (48 * 48, tokens * 48 * 48), resized
+    return GemmaImageProcessor.from_config({"max_soft_tokens": tokens}, {}), 48, (48 * 48, tokens * 48 * 48), resized
 
 
 # name -> what makes a processor and the rule of transformers, and its setting
@@ -125,7 +125,7 @@ def test_patches_of_qwen_are_those_of_transformers(name, size):
     wanted = Qwen2VLImageProcessorPil(**{key: value for key, value in PROCESSORS[name].items() if "_type" not in key})(
         [image], return_tensors="np"
     )
-    processor = QwenImages.from_config(PROCESSORS[name], {})
+    processor = QwenImageProcessor.from_config(PROCESSORS[name], {})
     assert [list(grid) for grid in processor.plan(size).grids] == wanted["image_grid_thw"].tolist()
     patches_found = patches_by(processor, image).numpy()
     assert patches_found.dtype == np.float32
@@ -143,7 +143,7 @@ SETTINGS = {
 def test_settings_that_are_not_supported_are_refused(field):
     value, message = SETTINGS[field]
     with pytest.raises(DataError, match=message):
-        QwenImages.from_config({**PROCESSOR, field: value}, {})
+        QwenImageProcessor.from_config({**PROCESSOR, field: value}, {})
 
 
 TILED = {
@@ -153,10 +153,10 @@ TILED = {
 }
 
 
-def tiled(name: str) -> TiledImages:
+def tiled(name: str) -> SmolVLMImageProcessor:
     config, patch, merge = TILED[name]
     tower = {"patch_size": patch, "image_size": config["max_image_size"]["longest_edge"]}
-    return TiledImages.from_config(config, {"vision_config": tower, "scale_factor": merge})
+    return SmolVLMImageProcessor.from_config(config, {"vision_config": tower, "scale_factor": merge})
 
 
 def theirs_of(name: str) -> SmolVLMImageProcessorPil:
@@ -202,7 +202,9 @@ def test_patches_of_pixtral_are_those_of_transformers(size):
     image = picture(*size)
     hf_processor = PixtralImageProcessorPil(patch_size={"height": 8, "width": 8}, size={"longest_edge": 64})
     wanted = hf_processor([image], return_tensors="np")["pixel_values"][0]
-    processor = PixtralImages.from_config({"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2})
+    processor = PixtralImageProcessor.from_config(
+        {"patch_size": 4, "size": {"longest_edge": 64}}, {"spatial_merge_size": 2}
+    )
     plan = processor.plan(size)
     patches_found = pixels_of(patches_by(processor, image), *plan.grids[0][1:]).numpy()
     assert np.abs(patches_found - wanted).max() * min(processor.std) <= 2 / 255
@@ -217,9 +219,9 @@ LLAMA = {
 }
 
 
-def llama(name: str) -> LlamaImages:
+def llama(name: str) -> Llama4ImageProcessor:
     config, tower = LLAMA[name]
-    return LlamaImages.from_config(config, {"vision_config": tower})
+    return Llama4ImageProcessor.from_config(config, {"vision_config": tower})
 
 
 @pytest.fixture
@@ -335,8 +337,8 @@ SIZES = [(37, 50), (480, 960), (9, 200), (1, 1)]
 @pytest.mark.parametrize("size", SIZES)
 def test_frames_of_gemma_are_planned_as_images(size):
     settings = {"max_soft_tokens": 280}
-    processor = GemmaImages.from_config({**settings, "video_processor": settings}, {})
-    unified = UnifiedImages.from_config({"max_soft_tokens": 560, "video_processor": settings}, {})
+    processor = GemmaImageProcessor.from_config({**settings, "video_processor": settings}, {})
+    unified = GemmaUnifiedImageProcessor.from_config({"max_soft_tokens": 560, "video_processor": settings}, {})
     plan = processor.plan(size)
     for of_frames, side in ((processor, 16), (unified, 48)):
         frames = of_frames.plan((*size, 3, 2.0))
@@ -348,7 +350,7 @@ def test_frames_of_gemma_are_planned_as_images(size):
 def test_patches_of_gemma_are_those_of_transformers(size):
     images = [picture(*size, seed=seed) for seed in range(2)]
     wanted = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="np")
-    processor = GemmaImages.from_config({"max_soft_tokens": 70}, {})
+    processor = GemmaImageProcessor.from_config({"max_soft_tokens": 70}, {})
     plan, patches_found = processor.plan(size), patches_by(processor, images[0]).numpy()
     assert plan.tokens == wanted["num_soft_tokens_per_image"][0]
     columns = plan.grids[0][2]
@@ -363,7 +365,7 @@ def test_patches_of_gemma_are_those_of_transformers(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_of_a_token_are_merged_as_by_transformers(size, import_rules):
     rules = import_rules("transformers.models.gemma4_unified.image_processing_gemma4_unified")
-    image, processor = picture(*size), UnifiedImages.from_config({"max_soft_tokens": 70}, {})
+    image, processor = picture(*size), GemmaUnifiedImageProcessor.from_config({"max_soft_tokens": 70}, {})
     plan, patches_found = processor.plan(size), patches_by(processor, image)
     small = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="pt")
     patches, places = (small[name][:, : plan.tokens * 9] for name in ("pixel_values", "image_position_ids"))
@@ -378,4 +380,4 @@ def test_other_colors_of_gemma_are_refused():
         {"video_processor": {"do_normalize": True, "image_std": [0.5] * 3}},
     ):
         with pytest.raises(DataError, match="do_normalize = True, which is not supported"):
-            GemmaImages.from_config(config, {})
+            GemmaImageProcessor.from_config(config, {})

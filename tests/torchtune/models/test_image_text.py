@@ -28,6 +28,7 @@ from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune.checkpoints import ModelSource
 from torchtune.data import DataError, Documents, Images, collate_documents, grid_positions
 from torchtune.generation import generate_tokens
+from torchtune.models import get_spec
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.peft import LoRA, get_adapter_params
 from torchtune.utils import UserError
@@ -44,8 +45,10 @@ LARGE = ([1, *picture(5, 3), 6], ((1, 5, 3),))
 ADJACENT = ([1, START, *[IMAGE] * 2, *[IMAGE] * 6, END, 4], ((1, 1, 2), (1, 3, 2)))
 LAST = ([4, 8, *picture(1, 1), 9, *picture(1, 4)[:-1]], ((1, 1, 1), (1, 1, 4)))
 VIDEOS = ([7, *picture(2, 1, VIDEO), 12, *picture(2, 1, VIDEO), 5], ((2, 2, 1),))
+# Elsewhere, positions of a video depend on its frame rate (Qwen2.5-VL), or there are only images.
 WITH_VIDEOS = ("qwen3", "gemma4")
-ROWS = {"text": TEXT, "first": FIRST, "large": LARGE, "last": LAST, "video": VIDEOS}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "output_proj"]
+ROWS = {"text": TEXT, "first": FIRST, "large": LARGE, "last": LAST}
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -100,11 +103,6 @@ def logits_of_transformers(hf_model, model, tokens, sizes):
     return hf_model(input_ids=row, **(inputs_of(hf_model, row, *patches_of(model, sizes)) if sizes else {})).logits
 
 
-def skip_video(hf_model, name):
-    if name == "video" and not hf_model.config.model_type.startswith(WITH_VIDEOS):
-        pytest.skip("only images: a video's positions depend on its frame rate, or its frames are images")
-
-
 def test_positions_after_an_image_that_follows_another():
     """The rule of ``transformers`` image by image: it needs text between images."""
     tokens, grids = ADJACENT[0], ((1, 2, 4), (1, 6, 4))
@@ -115,14 +113,16 @@ def test_positions_after_an_image_that_follows_another():
     assert positions[:, -2].tolist() == [7, 7, 7]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_logits_are_those_of_transformers(hf_model, model, name):
-    tokens, sizes = fitting(model, ROWS[name])
-    skip_video(hf_model, name)
-    with torch.no_grad():
-        expected = logits_of_transformers(hf_model, model, tokens, sizes)
-        logits = model(torch.tensor([tokens]), **images_of(model, sizes))
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+def test_logits_are_those_of_transformers(hf_model, model):
+    rows = dict(ROWS)
+    if hf_model.config.model_type.startswith(WITH_VIDEOS):
+        rows["video"] = VIDEOS
+    for name, row in rows.items():
+        tokens, sizes = fitting(model, row)
+        with torch.no_grad():
+            expected = logits_of_transformers(hf_model, model, tokens, sizes)
+            logits = model(torch.tensor([tokens]), **images_of(model, sizes))
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_gradients_are_those_of_transformers(hf_model, model, tmp_path):
@@ -195,14 +195,22 @@ def test_answers_to_a_prompt_share_the_features_of_its_images(model):
 
 def packed(model, rows):
     """Logits of several rows as one packed batch."""
-    tokens = torch.tensor([[token for row, _ in rows for token in row]])
-    parts = [patches_of(model, row_sizes) for _, row_sizes in rows if row_sizes]
-    images = Images(torch.cat([patches for patches, _ in parts]), sum((grids for _, grids in parts), ()))
+    tokens = []
+    patches = []
+    grids = ()
+    for row, row_sizes in rows:
+        tokens += row
+        if row_sizes:
+            patches_of_row, grids_of_row = patches_of(model, row_sizes)
+            patches.append(patches_of_row)
+            grids += grids_of_row
+    images = Images(torch.cat(patches), grids)
+    tokens = torch.tensor([tokens])
     documents = Documents.from_lengths([len(row) for row, _ in rows], DEVICE)
     return model(tokens, documents=documents, encoder_input={"images": images})
 
 
-def test_packed_is_alone_in_loss_and_gradients(model):
+def test_packed_rows_have_the_loss_and_gradients_of_rows_alone(model):
     videos = [VIDEOS] if model.spec.name.startswith(WITH_VIDEOS) else []
     rows = [fitting(model, row) for row in (FIRST, TEXT, LAST, ADJACENT, *videos)]
     alone = torch.cat([model(torch.tensor([tokens]), **images_of(model, sizes)) for tokens, sizes in rows], dim=1)
@@ -218,7 +226,7 @@ def test_packed_is_alone_in_loss_and_gradients(model):
         torch.testing.assert_close(actual / scale, expected / scale, atol=1e-4, rtol=1e-3, msg=lambda m, n=name: n + m)
 
 
-def test_files_go_there_and_back(model, folder, tmp_path, hf_model):
+def test_saved_files_equal_the_original_ones(model, folder, tmp_path, hf_model):
     before = load_file(folder / "model.safetensors")
     torchtune.save(model, tmp_path / "out", base=folder)
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -254,16 +262,23 @@ def test_placeholders_that_do_not_fit_are_refused(name):
         grid_positions(tokens, [IMAGE], grids, 2)
 
 
-def test_a_flat_config_describes_the_same_model(model, folder):
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("qwen")])
+def test_a_flat_config_describes_the_same_model(name):
     """Files of 2025 have the fields of the text beside those of the images."""
-    config = json.loads((folder / "config.json").read_text())
-    if not model.description.rope_axes:
-        pytest.skip("a family of Qwen")
-    inner = {name: value for name, value in config.pop("text_config").items() if name not in config}
-    rope = inner.pop("rope_parameters")
-    base, share = rope.pop("rope_theta"), {k: rope.pop(k) for k in ("partial_rotary_factor",) if k in rope}
-    flat = {**inner, **config, **share, "rope_theta": base, "rope_scaling": rope}
-    assert model.spec.from_hf_config(flat) == model.description
+    spec = get_spec(name.removesuffix("_moe"))
+    config = CONFIGS[name]().to_dict()
+    config["architectures"] = [type(image_text_model(CONFIGS[name]())).__name__]
+    description = spec.from_hf_config(config)
+    text = config.pop("text_config")
+    rope = dict(text["rope_parameters"])
+    flat = {key: value for key, value in text.items() if key != "rope_parameters"}
+    flat |= config
+    flat["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        flat["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+    flat["rope_scaling"] = rope
+    assert description.rope_axes
+    assert spec.from_hf_config(flat) == description
 
 
 def test_early_fusion_takes_tiles_by_the_name_of_its_encoder(tmp_path):
@@ -342,6 +357,10 @@ def test_files_of_earlier_releases_of_llama4_are_read(tmp_path):
         assert torch.equal(written, read_again), name
 
 
+def shapes_of(module):
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
 def test_component_builders_of_llama4_make_its_sizes():
     """Numbers of the reference: models.md."""
     llama4 = torchtune.models.llama4
@@ -357,46 +376,47 @@ def test_component_builders_of_llama4_make_its_sizes():
             sizes = {field: getattr(expected, field) for field in shared}
             description = llama4.llama4_decoder(**sizes, **rules, **options).description
             assert replace(description, intermediate_dim=16_384) == expected
-        model, encoder = llama4.llama4_scout_17b_16e(), llama4.llama4_vision_encoder(**tower, **widths)
+        model = llama4.llama4_scout_17b_16e()
+        encoder = llama4.llama4_vision_encoder(**tower, **widths)
         head = llama4.llama4_vision_projection_head(**widths)
-        shapes = [
-            {key: value.shape for key, value in module.state_dict().items()} for module in (encoder, model.encoder)
-        ]
-        assert shapes[0] == shapes[1]
+        assert shapes_of(encoder) == shapes_of(model.encoder)
         assert isinstance(encoder, llama4.Llama4VisionEncoder)
         assert isinstance(head, llama4.Llama4VisionProjectionHead)
-        assert {key: value.shape for key, value in head.state_dict().items()} == {
-            key: value.shape for key, value in encoder.projector.state_dict().items()
-        }
-    with pytest.raises(UserError, match="clip_hidden_states: the projector of Llama 4 takes no hidden states"):
+        assert shapes_of(head) == shapes_of(encoder.projector)
+    with pytest.raises(UserError, match="clip_hidden_states"):
         llama4.llama4_vision_encoder(**tower, **widths, clip_hidden_states=[1])
 
 
-def test_adapters_of_llama4_are_on_the_parts_that_are_asked_for():
+def test_adapters_of_llama4_are_on_the_chosen_parts():
     """Counts of the reference: models.md."""
-    every, builder = ["q_proj", "k_proj", "v_proj", "output_proj"], torchtune.models.llama4.lora_llama4_scout_17b_16e
+    builder = torchtune.models.llama4.lora_llama4_scout_17b_16e
     with torch.device("meta"):
-        model = builder(every)
+        model = builder(ATTENTION)
         all_parts = builder(["q_proj"], encoder_trainable="lora", apply_lora_to_mlp=True, apply_lora_to_output=True)
         projector = builder([], decoder_trainable="frozen", apply_lora_to_output=True)
         quantized = torchtune.models.llama4.qlora_llama4_maverick_17b_128e(["q_proj"])
-    counts = [sum(p.numel() for p in model.parameters() if p.requires_grad >= trained) for trained in (False, True)]
-    assert counts == [108_654_376_448, 12_582_912]
+    assert sum(parameter.numel() for parameter in model.parameters()) == 108_654_376_448
+    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 12_582_912
     assert all(name.startswith("decoder.layers.") for name in get_adapter_params(model))
     adapted = {name.rpartition(".lora_")[0] for name in get_adapter_params(all_parts)}
     heads = {f"encoder.projector.{name}" for name in ("reduce.0", "mlp.w1", "mlp.w2")}
     assert {name for name in adapted if ".layers." not in name} == heads | {"decoder.output"}
-    inside = ("mlp.w1", "mlp.w2", "attn.q_proj")
-    assert {name for name in adapted if ".layers.33." in name} == {f"encoder.layers.33.{name}" for name in inside} | {
-        f"decoder.layers.33.{name}"
-        for name in ("attn.q_proj", "mlp.experts", *(f"mlp.shared_expert.w{i}" for i in (1, 2, 3)))
+    assert {name for name in adapted if ".layers.33." in name} == {
+        "encoder.layers.33.attn.q_proj",
+        "encoder.layers.33.mlp.w1",
+        "encoder.layers.33.mlp.w2",
+        "decoder.layers.33.attn.q_proj",
+        "decoder.layers.33.mlp.experts",
+        "decoder.layers.33.mlp.shared_expert.w1",
+        "decoder.layers.33.mlp.shared_expert.w2",
+        "decoder.layers.33.mlp.shared_expert.w3",
     }
     assert {name.rpartition(".lora_")[0] for name in get_adapter_params(projector)} == heads
     assert [type(conversion).__name__ for conversion in quantized.conversions] == ["QuantizeBase", "LoRA"]
-    with pytest.raises(UserError, match=r"encoder_trainable is 'full': choose 'lora' or 'frozen' \(adapter files"):
-        builder(every, encoder_trainable="full")
+    with pytest.raises(UserError, match=r"encoder_trainable is 'full': choose 'lora' or 'frozen'"):
+        builder(ATTENTION, encoder_trainable="full")
     with pytest.raises(UserError, match="all 'frozen': nothing would be trained"):
-        builder(every, decoder_trainable="frozen", fusion_trainable="frozen")
+        builder(ATTENTION, decoder_trainable="frozen", fusion_trainable="frozen")
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")

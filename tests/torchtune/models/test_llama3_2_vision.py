@@ -306,5 +306,5 @@ def test_cross_attention_has_the_activation_of_the_text(folder):
 
 def test_a_decoder_of_text_refuses_what_an_encoder_gives(folder):
     text = torchtune.models.build(ours(folder).description.text)
-    with pytest.raises(ValueError, match="this model reads text only: it would not see them"):
+    with pytest.raises(ValueError, match="reads text only"):
         text(TOKENS, encoder_input=torch.zeros(3, 5, 32))

@@ -66,7 +66,7 @@ def merges(folder: Path) -> tuple[str, str]:
     return write_bpe(folder)
 
 
-def shown(tokenizer: Any, messages: list[Message], **settings: Any) -> str:
+def text_of(tokenizer: Any, messages: list[Message], **settings: Any) -> str:
     """The text of a conversation, with its special tokens."""
     tokens, _ = tokenizer.tokenize_messages(messages, **settings)
     base = tokenizer.base if isinstance(tokenizer, MistralInstructTokenizer) else tokenizer
@@ -100,7 +100,7 @@ def test_special_tokens_have_their_published_ids(table, first, last, known):
     assert {name: table[name] for name in known} == known
 
 
-def test_ids_of_published_checkpoints(folder, ranks, pieces, merges):
+def test_special_ids_and_vocabulary_sizes_are_the_published_ones(folder, ranks, pieces, merges):
     """Beginning, end, padding and where answers end; and the rows of an embedding."""
     for tokenizer, ids, stop, size in (
         (Llama3Tokenizer(ranks), (128000, 128001, 128004), [128001, 128009, 128008], 128256),
@@ -123,7 +123,7 @@ def test_ids_of_published_checkpoints(folder, ranks, pieces, merges):
 # Llama
 
 
-def test_llama3_tools_and_images(ranks):
+def test_llama3_writes_tool_calls_answers_and_images(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     messages = [
         Message("user", [{"type": "image", "content": "x"}, {"type": "text", "content": " What is it? "}]),
@@ -143,7 +143,7 @@ def test_llama3_tools_and_images(ranks):
     assert tokenizer.decode([*tokens, *tokenizer.encode("red", False, False)], truncate_at_eos=False).endswith("catred")
     assert tokenizer.decode(tokens, skip_special_tokens=False) == expected.removesuffix("<|end_of_text|>")
     # A row would have the token of the image, but not the image.
-    with pytest.raises(DataError, match="Llama3Tokenizer takes text only: use the transform of a vision model"):
+    with pytest.raises(DataError, match="Llama3Tokenizer takes text only"):
         tokenizer({"messages": messages})
 
 
@@ -157,10 +157,10 @@ def test_llama3_cuts_an_end_that_is_not_trained_on_first(ranks):
     assert Llama3Tokenizer(ranks).encode("", add_bos=True, add_eos=True) == []
 
 
-def test_llama3_settings(ranks, tmp_path):
+def test_llama3_takes_a_prompt_template_and_other_special_tokens(ranks, tmp_path):
     tokenizer = llama3_tokenizer(ranks, prompt_template="torchtune.data.QuestionAnswerTemplate")
-    assert "\n\nQuestion:red?Answer:<|eot_id|>" in shown(tokenizer, CHAT)
-    assert "xred?y" in shown(llama3_tokenizer(ranks, prompt_template={"user": ["x ", " y"]}), CHAT)
+    assert "\n\nQuestion:red?Answer:<|eot_id|>" in text_of(tokenizer, CHAT)
+    assert "xred?y" in text_of(llama3_tokenizer(ranks, prompt_template={"user": ["x ", " y"]}), CHAT)
     with pytest.raises(DataError, match=r"lacks .*<\|eot_id\|>"):
         Llama3Tokenizer(ranks, special_tokens={"<|begin_of_text|>": 500})
     names = "begin_of_text end_of_text start_header_id end_header_id eom_id eot_id python_tag".split()
@@ -169,20 +169,20 @@ def test_llama3_settings(ranks, tmp_path):
     assert (tokenizer.stop_tokens, tokenizer.pad_id, tokenizer.vocab_size) == ([501, 505, 504], 501, 507)
 
 
-def test_long_runs_are_encoded_in_pieces(ranks):
+def test_text_longer_than_the_limit_of_the_encoder_comes_back(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     for text in ("a" * 60_000, " " * 60_000, "ab " * 200_000):
         assert tokenizer.decode(tokenizer.encode(text, False, False)) == text
 
 
-def test_a_stream_that_ends_inside_a_character(ranks):
+def test_stream_that_ends_inside_a_character_ends_with_a_replacement(ranks):
     tokenizer = Llama3Tokenizer(ranks)
     stream = StreamDecoder(tokenizer)
     assert stream.put(tokenizer.encode("🙂", False, False)[0]) == ""
     assert set(stream.end()) == {"\ufffd"}
 
 
-def test_text_tokenizers_refuse_what_they_have_no_layout_for(pieces, ranks):
+def test_tool_calls_and_images_without_a_layout_are_refused(pieces, ranks):
     called = Message("assistant", "", extra={"tool_calls": [{"function": {"name": "f", "arguments": {}}}]})
     for tokenizer in (Llama2Tokenizer(pieces), Llama3Tokenizer(ranks)):
         with pytest.raises(DataError, match="tool_calls"):
@@ -208,18 +208,18 @@ def test_mistral_has_no_system_turn(pieces):
     assert isinstance(template, MistralChatTemplate)
 
 
-def test_versions_of_mistrals_layout(folder):
+def test_version_of_a_mistral_file_chooses_the_layout(folder):
     third, seventh, later = (mistral_instruct_tokenizer(str(folder / f"{v}.json")) for v in ("v3", "v7", "v11"))
     assert (third.version, seventh.version, later.version) == (3, 7, 11)
     with_turn = "<s>[SYSTEM_PROMPT]Be short.[/SYSTEM_PROMPT][INST]red?[/INST]a colour</s>"
-    assert shown(later, CHAT) == with_turn
-    assert shown(mistral_instruct_tokenizer(str(folder / "v3.json"), version=7), CHAT) == with_turn
+    assert text_of(later, CHAT) == with_turn
+    assert text_of(mistral_instruct_tokenizer(str(folder / "v3.json"), version=7), CHAT) == with_turn
     assert mistral_instruct_tokenizer(str(folder / "third.model")).version == 3
     tokenizer = mistral_instruct_tokenizer(str(folder / "v3.json"), prompt_template={"user": ["Q: ", ""]})
-    assert "[INST]Be short.\n\nQ: red?[/INST]" in shown(tokenizer, CHAT)
+    assert "[INST]Be short.\n\nQ: red?[/INST]" in text_of(tokenizer, CHAT)
 
 
-def test_mistrals_tools(folder):
+def test_mistral_writes_tool_calls_as_the_version_of_its_layout(folder):
     asked = Message("user", "x")
     called = Message("assistant", "", extra={"tool_calls": [call()]})
     answered = [asked, called, Message("tool", "rain", extra={"tool_call_id": "call00000"}), Message("assistant", "ok")]
@@ -228,9 +228,9 @@ def test_mistrals_tools(folder):
     assert third(dict(sample))["tokens"] == third.tokenize_messages(answered, tools=TOOLS)[0]
     as_text = Message("assistant", "", extra={"tool_calls": [{"id": "i", "name": "f", "arguments": '{"a": 1}'}]})
     written = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "i"}]</s>'
-    assert shown(third, [asked, as_text]) == f"<s>[INST]x[/INST]{written}"
+    assert text_of(third, [asked, as_text]) == f"<s>[INST]x[/INST]{written}"
     both = Message("assistant", "wait", extra=as_text.extra)
-    assert shown(seventh, [asked, both]) == f"<s>[INST]x[/INST]wait{written}"
+    assert text_of(seventh, [asked, both]) == f"<s>[INST]x[/INST]wait{written}"
     for tokenizer, messages, message in (
         (third, [asked, both], "both text and tool_calls before version 7"),
         (later, answered, "no layout here in version 11: use the checkpoint's own chat template"),
@@ -262,7 +262,7 @@ def test_tekken_files_of_all_versions_are_read(folder):
         ("vx.json", {}, "is of version 'vx': set version"),
     ],
 )
-def test_files_that_mistral_refuses(folder, pieces, file, settings, message):
+def test_file_without_the_tokens_of_a_mistral_layout_is_refused(folder, pieces, file, settings, message):
     (folder / "bad.json").write_text(json.dumps({"tekken": {}}))
     with pytest.raises(DataError, match=message):
         mistral_instruct_tokenizer(str(folder / file), **settings)
@@ -271,7 +271,7 @@ def test_files_that_mistral_refuses(folder, pieces, file, settings, message):
 # Gemma
 
 
-def test_gemma_without_a_layout_and_with_markers(folder):
+def test_gemma_encodes_markers_of_the_template_only_as_control_tokens(folder):
     """Markers of a template are control tokens, those in a turn's text are not; texts alone follow each other."""
     texts = ("<start_of_turn>user", "你好\n\n🙂🙂", "<bos><eos>", "a<end_of_turn>b")
     messages = [Message(role, text) for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
@@ -292,7 +292,7 @@ def test_gemma_without_a_layout_and_with_markers(folder):
     assert tokenizer.decode(tokens) == "".join(turn.text_content.join(layout[turn.role]) for turn in messages)
 
 
-def test_gemma_chat_template(folder, pieces):
+def test_gemma_chat_template_ends_turns_and_refuses_other_roles(folder, pieces):
     path = "torchtune.models.gemma.GemmaChatTemplate"
     tokenizer = gemma_tokenizer(str(folder / "gemma.model"), prompt_template=path)
     (end,) = tokenizer.encode("<end_of_turn>", False, False)
@@ -305,32 +305,32 @@ def test_gemma_chat_template(folder, pieces):
     for message, what in ((Message("tool", "x"), "a turn of 'tool'"), (IMAGE, "an image")):
         with pytest.raises(DataError, match=f"no place for {what}"):
             tokenizer.tokenize_messages([message])
-    with pytest.raises(DataError, match="has no token <end_of_turn>, which its template needs"):
+    with pytest.raises(DataError, match="no token <end_of_turn>"):
         gemma_tokenizer(pieces, prompt_template=path)
 
 
 # Phi
 
 
-def test_settings_of_phi(pieces, merges, tmp_path):
+def test_phi_writes_its_turns_and_refuses_other_roles_and_tokens(pieces, merges, tmp_path):
     phi3 = Phi3MiniTokenizer(pieces)
     assert phi3.decode(phi3.tokenize_messages(CHAT)[0]) == "\nBe short.\n\nred?\n\na colour\n"
     assert phi3.tokenize_messages(CHAT, ignore_system_prompt=True) == phi3.tokenize_messages(CHAT[1:])
-    with pytest.raises(DataError, match="no layout for a turn of 'ipython', only for system, user, assistant"):
+    with pytest.raises(DataError, match="turn of 'ipython', only for system, user, assistant"):
         phi3.tokenize_messages([Message("ipython", "x")])
     with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, "):
         Phi3MiniTokenizer(str(tmp_path / "x"), special_tokens={"<|end|>": 1})
     phi4: Phi4Tokenizer = phi4_tokenizer(*merges)
     assert phi4.decode(phi4.tokenize_messages(CHAT)[0]) == "systemBe short.userred?assistanta colour"
     special = write_special(tmp_path / "tokenizer.json", ["<|im_end|>"], 500)
-    with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, <\|im_start\|>, <\|im_sep\|>, which Phi-4"):
+    with pytest.raises(DataError, match=r"lacks <\|endoftext\|>, <\|im_start\|>, <\|im_sep\|>"):
         phi4_tokenizer(*merges, special)
 
 
 # Qwen
 
 
-def test_tool_calls_and_answers_have_qwens_layout(merges):
+def test_qwen_writes_tool_calls_and_answers_in_tags(merges):
     tools = [
         Message("user", "Where?"),
         Message("assistant", '{"name": "f"}', ipython=True),
@@ -363,7 +363,7 @@ def test_qwens_text_parses_control_tokens_and_a_document_does_not(merges):
     assert tokenizer.decode(text) == "red<|im_end|>"
 
 
-def test_builders_of_qwen(merges, tmp_path):
+def test_builders_of_qwen_take_files_and_settings(merges, tmp_path):
     assert qwen2_tokenizer(merges[0]).tokenize_messages(CHAT) == qwen2_tokenizer(*merges).tokenize_messages(CHAT)
     assert isinstance(qwen3_tokenizer(*merges, errors="replace"), Qwen3Tokenizer)
     special = write_special(tmp_path / "tokenizer.json", list(QWEN2_SPECIAL_TOKENS), 600)
@@ -388,7 +388,7 @@ def test_builders_of_qwen(merges, tmp_path):
         (True, "zq qz\n", "take both files from the same checkpoint"),
     ],
 )
-def test_broken_files_of_a_byte_level_encoding(merges, tmp_path, is_merges, content, message):
+def test_broken_vocabulary_or_merges_file_is_refused(merges, tmp_path, is_merges, content, message):
     bad = tmp_path / "bad"
     if content is not None:
         bad.write_text(content)
@@ -396,7 +396,7 @@ def test_broken_files_of_a_byte_level_encoding(merges, tmp_path, is_merges, cont
         qwen2_tokenizer(*((merges[0], str(bad)) if is_merges else (str(bad), merges[1])))
 
 
-def test_broken_rank_files(tmp_path):
+def test_broken_rank_file_is_refused(tmp_path):
     file = tmp_path / "tokenizer.model"
     with pytest.raises(DataError, match="There is no tokenizer file"):
         Llama3Tokenizer(str(file))
@@ -408,7 +408,7 @@ def test_broken_rank_files(tmp_path):
         Llama3Tokenizer(str(tmp_path))
 
 
-def test_base_tokenizers(ranks, pieces, merges, tmp_path):
+def test_base_tokenizers_encode_and_decode_text(ranks, pieces, merges, tmp_path):
     tiktoken = TikTokenBaseTokenizer(ranks, "x", r"\w+|\s+|[^\w\s]+", 1000, 1001, {"<a>": 1000, "<b>": 1001})
     assert tiktoken.encode("red")[0] == 1000
     assert tiktoken.decode(tiktoken.encode("red blue")[1:]) == "red blue"

@@ -37,9 +37,9 @@ def test_built_in_families_are_found_by_name_and_architecture():
     assert spec_for_architecture("Qwen3ForCausalLM") is get_spec("qwen3")
     with pytest.raises(ModelError, match=r"no model family 'llama9'; there are: .*code_llama2, .*gemma, "):
         get_spec("llama9")
-    with pytest.raises(ModelError, match="No model family reads the architecture 'NopeLM'"):
+    with pytest.raises(ModelError, match="architecture 'NopeLM'"):
         spec_for_architecture("NopeLM")
-    with pytest.raises(ModelError, match=r"'qwen3' has no weight names for 'meta', only for: gguf, hf"):
+    with pytest.raises(ModelError, match=r"no weight names for 'meta', only for: gguf, hf"):
         get_spec("qwen3").weight_map("meta")
 
 
@@ -69,7 +69,7 @@ def test_family_is_found_by_a_dotted_path(outside):
     assert get_spec("wide_llama.SPEC") is wide_llama.SPEC
     with pytest.raises(ModelError, match="is of type int, not a"):
         get_spec("wide_llama.NOT_A_SPEC")
-    with pytest.raises(ModelError, match=r"'wide_llama.MISSING' could not be imported: .*MISSING"):
+    with pytest.raises(ModelError, match=r"could not be imported: .*MISSING"):
         get_spec("wide_llama.MISSING")
 
 

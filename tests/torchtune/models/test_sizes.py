@@ -5,6 +5,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +34,13 @@ def _sizes(family: str) -> dict[str, Description]:
 
 
 # (family, builder)
-SIZES = [(family, name) for family in modules_in(torchtune.models.__path__) for name in _sizes(family)]
+SIZES: list[tuple[str, str]] = []
+for _family in modules_in(torchtune.models.__path__):
+    SIZES += product([_family], _sizes(_family))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_drawn() -> Iterator[None]:
+def skip_random_initialization() -> Iterator[None]:
     """On the meta device there are no values: what would be drawn at random took a quarter of the time."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in (torch.nn.Linear, torch.nn.Embedding):

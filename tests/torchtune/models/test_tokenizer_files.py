@@ -74,9 +74,9 @@ def test_vocabularies_of_each_kind_are_read(builder, folder):
 
 
 def test_merges_file_of_another_kind_is_refused(folder):
-    with pytest.raises(DataError, match=r"tokenizer\.json is broken at line 1: two parts are expected"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is broken at line 1"):
         phi4_tokenizer(str(folder / "vocab.json"), str(folder / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"vocab\.json has no 'added_tokens': it is not a tokenizer\.json"):
+    with pytest.raises(DataError, match=r"vocab\.json has no 'added_tokens'"):
         qwen2_tokenizer(str(folder / "vocab.json"), special_tokens_path=str(folder / "vocab.json"))
 
 
@@ -85,7 +85,7 @@ def test_folder_without_tokenizer_json_is_refused(folder, tmp_path):
         hf_tokenizer(str(tmp_path))
     for name in ("tokenizer.model", "tekken.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(DataError, match=r"tokenizer.json, but tekken.json, tokenizer.model: read that with the fam"):
+    with pytest.raises(DataError, match=r"tokenizer.json, but tekken.json, tokenizer.model"):
         hf_tokenizer(str(tmp_path))
 
 
@@ -94,5 +94,5 @@ def test_folder_without_tokenizer_json_is_refused(folder, tmp_path):
 def test_encode_refuses_a_list_of_texts(builder, folder, text):
     reads, call = BUILDERS[builder]
     for kind in reads:
-        with pytest.raises(DataError, match=f"encode takes one text, not {type(text).__name__}: call it once for each"):
+        with pytest.raises(DataError, match=f"takes one text, not {type(text).__name__}"):
             call(builder, folder, str(folder / KINDS[kind])).encode(text)

@@ -31,7 +31,7 @@ from torchtune.data import DataError, Message, Video, collate_documents
 from torchtune.datasets import chat_dataset
 from torchtune.generation import generate_tokens, images_of_row, stream
 from torchtune.models import image_text_transform
-from torchtune.models.qwen3_vl import QwenImages
+from torchtune.models.qwen3_vl import QwenImageProcessor
 
 OLD = {"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": 2}}
 LEAST, MOST = 1024, 6144
@@ -61,7 +61,9 @@ def video(count: int, size: tuple[int, int] = (40, 20), seed: int = 0) -> list:
 
 
 def turns(*parts, answer="so"):
-    content = [part if isinstance(part, dict) else {"type": "image", "content": part} for part in parts]
+    content = []
+    for part in parts:
+        content.append(part if isinstance(part, dict) else {"type": "image", "content": part})
     content.append({"type": "text", "content": "Why?"})
     return {"messages": [Message("user", content, masked=True), Message("assistant", answer)]}
 
@@ -72,7 +74,7 @@ def part(frames, fps=2.0) -> dict:
 
 @pytest.mark.parametrize("model", [{}, OLD], ids=["timestamps", "positions"])
 def test_plan_is_that_of_transformers(model):
-    processor = QwenImages.from_config({**PROCESSOR, "video_processor": OF_VIDEOS}, model)
+    processor = QwenImageProcessor.from_config({**PROCESSOR, "video_processor": OF_VIDEOS}, model)
     rng, refused = random.Random(0), 0
     for _ in range(5000):
         height, width = (int(2 ** rng.uniform(0, 9)) for _ in "hw")
@@ -96,7 +98,7 @@ def test_plan_is_that_of_transformers(model):
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_patches_are_those_of_transformers(count):
-    processor = QwenImages.from_config(PROCESSOR, OLD)
+    processor = QwenImageProcessor.from_config(PROCESSOR, OLD)
     frames = video(count, (37, 50))
     settings = {key: value for key, value in PROCESSOR.items() if "_type" not in key}
     images = [Qwen2VLImageProcessorPil(**settings)([frame], return_tensors="np") for frame in frames]
@@ -237,7 +239,9 @@ def test_packed_rows_are_the_rows_alone(theirs, folder, rows):
     model, _ = torchtune.load(folder, device="cpu", images=True)
     transform = image_text_transform(str(folder), max_seq_len=300)
     dataset = chat_dataset(transform, source=str(rows), packed=True, **SETTINGS)
-    documents = [document for i in range(len(dataset)) for document in dataset[i]]
+    documents = []
+    for index in range(len(dataset)):
+        documents += dataset[index]
     assert len(documents) == 6
     assert len(dataset) < 6
     for i in range(len(dataset)):  # the numbers of tokens were known before frames were decoded
@@ -271,5 +275,5 @@ def test_videos_that_cannot_be_trained_on_are_named(name, folder):
 
 def test_a_video_for_a_family_without_videos_is_refused(tmp_path):
     transform = image_text_transform(str(write_image_checkpoint(image_text_model(CONFIGS["mistral3"]()), tmp_path)))
-    with pytest.raises(DataError, match="image 1 of 1: the model takes images, but no videos"):
+    with pytest.raises(DataError, match=r"image 1 of 1: .* no videos"):
         transform(turns(part(video(2))))

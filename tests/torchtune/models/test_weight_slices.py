@@ -96,7 +96,7 @@ def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_wr
     assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), adapters_of_parts))
     adapters = [adapters_of_parts[0], torch.cat(adapters_of_parts[parts:], dim=2)]  # one adapter of all parts
     spread = op.to_tune(
-        op.spread(ExpertAdapter(1, swapped).to_external(adapters, DESCRIPTION), DESCRIPTION), DESCRIPTION
+        op.to_block_diagonal(ExpertAdapter(1, swapped).to_external(adapters, DESCRIPTION), DESCRIPTION), DESCRIPTION
     )
     assert all(map(torch.equal, spread, [adapters_of_parts[0]] * parts + adapters_of_parts[parts:]))
 

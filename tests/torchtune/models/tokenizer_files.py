@@ -28,8 +28,11 @@ def write_ranks(path: Path) -> str:
     from torchtune.tokenizers._byte_level_bpe import bytes_to_unicode
 
     to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
-    tokens = [bytes(to_byte[c] for c in token) for token in sorted(vocab, key=vocab.get)]
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    lines = []
+    for rank, token in enumerate(sorted(vocab, key=vocab.get)):
+        token_bytes = bytes(to_byte[character] for character in token)
+        lines.append(base64.b64encode(token_bytes) + b" %d\n" % rank)
+    path.write_bytes(b"".join(lines))
     return str(path)
 
 

@@ -53,7 +53,7 @@ def test_stretched_positions_equal_those_of_transformers(options, length):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    from torchtune.models._build import _rope
+    from torchtune.models import build
     from torchtune.models.llama3 import SPEC
 
     if options["rope_type"] == "longrope":
@@ -62,12 +62,15 @@ def test_stretched_positions_equal_those_of_transformers(options, length):
     config = LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,
+        num_hidden_layers=1,
+        vocab_size=8,
         rope_parameters={"rope_theta": 150_000.0, **options},
         max_position_embeddings=8192,
     )
     positions = torch.cat([torch.arange(30), torch.arange(length - 9, length)])[None]
     hf_tables = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
-    tables = _rope(SPEC.from_hf_config(config.to_dict())).cos_sin(positions)
+    model = build(SPEC.from_hf_config(config.to_dict()))
+    tables = model.layers[0].attn.pos_embeddings.cos_sin(positions)
     for table, hf_table in zip(tables, hf_tables, strict=True):
         assert (table[:, :, 0] - hf_table[..., :32]).abs().max() <= 2e-3  # of angles up to 8,300 in float32
         assert (table[:, :30, 0] - hf_table[:, :30, :32]).abs().max() <= 1e-5

@@ -107,15 +107,15 @@ _TEXT = HFFormat(
     _NAME,
     "mllama_text_model",
     "interleaved",
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("vocab_size", 128_256),
-        ("hidden_size", 4096),
-        ("intermediate_size", 14_336),
-        ("num_attention_heads", 32),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+    },
 )
 # Defaults of transformers
 _CROSS_LAYERS = [3, 8, 13, 18, 23, 28, 33, 38]
@@ -156,12 +156,11 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
     num_layers = config.pop("num_hidden_layers", _NUM_LAYERS)  # self-attention and cross-attention
     # The self-attention layer after a cross-attention, counted without cross-attention.
     fusion_layers = tuple(layer - num_before for num_before, layer in enumerate(cross_layers))
-    is_ascending = fusion_layers and list(fusion_layers) == sorted(set(fusion_layers))
-    if (
-        not is_whole(num_layers, 2**16)
-        or not is_ascending
-        or not 0 <= fusion_layers[0] <= fusion_layers[-1] < num_layers - len(fusion_layers)
-    ):
+    fits = is_whole(num_layers, 2**16) and len(fusion_layers) > 0
+    if fits:
+        is_ascending = list(fusion_layers) == sorted(set(fusion_layers))
+        fits = is_ascending and fusion_layers[0] >= 0 and fusion_layers[-1] < num_layers - len(fusion_layers)
+    if not fits:
         raise ModelError(
             f"config.json of {_NAME} has cross_attention_layers = {cross_layers} of {num_layers} layers, but a "
             "self-attention layer must come after each of them."
@@ -292,10 +291,10 @@ class Patches(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: DeepFusionDescription
     ) -> list[ExternalSlice]:
         """Return complete rows."""
-        return [] if is_empty(slices) else [_Flat(0, (slices[0], slice(0, shapes[0][1])))]
+        return [] if is_empty(slices) else [_FlatSlice(0, (slices[0], slice(0, shapes[0][1])))]
 
 
-class _Flat(ExternalSlice):
+class _FlatSlice(ExternalSlice):
     """Rows of the external matrix of :class:`Patches`."""
 
     def of(self, ours: Tensor) -> Tensor:
@@ -356,16 +355,16 @@ class TileTable(Op):
                 row, column = divmod(tile, width)
                 if row >= height:
                     if rows.start == 0:  # one rank checks that missing tiles are zero
-                        external_slices.append(_Blank(0, external))
+                        external_slices.append(_ZeroSlice(0, external))
                 elif rows.start <= row < rows.stop:
                     is_first = (row, column) not in positions
-                    external_slices.append(_Position(0, external, (row - rows.start, column), is_first=is_first))
+                    external_slices.append(_PositionSlice(0, external, (row - rows.start, column), is_first=is_first))
                     positions.add((row, column))
         return external_slices
 
 
 @dataclass(frozen=True, eq=False)
-class _Position(ExternalSlice):
+class _PositionSlice(ExternalSlice):
     """Slice of one position (row, column): the first slice of a position is copied, the others must be equal."""
 
     is_first: bool = True
@@ -386,7 +385,7 @@ class _Position(ExternalSlice):
             raise WeightMapError(_FORKED)
 
 
-class _Blank(ExternalSlice):
+class _ZeroSlice(ExternalSlice):
     """Slice of zeros."""
 
     def of(self, ours: Tensor) -> Tensor:
@@ -463,25 +462,24 @@ _CLIP = (
     ("cls_token_embedding.weight", "class_embedding", "class_embedding"),
     ("conv.weight", "patch_embedding.weight", "conv1._linear.weight"),
 )
-# Columns of the tables, and prefixes of the names in each format
-_HF = 1
-_META = 2
-_CROSS_PREFIX = {
-    _HF: "language_model.model.layers.{cross}.",
-    _META: "text_model.cross_attention_layers.{fusion}.",
+# Prefixes of the names of the tables above, in the files of Hugging Face and Meta.
+_PREFIXES = {
+    "hf": {
+        "cross": "language_model.model.layers.{cross}.",
+        "clip": "vision_model.",
+        "clip_layer": "vision_model.transformer.layers.{block}.",
+        "head_layer": "vision_model.global_transformer.layers.{head}.",
+        "projection": "multi_modal_projector.",
+    },
+    "meta": {
+        "cross": "text_model.cross_attention_layers.{fusion}.",
+        "clip": "vision_model.vision_encoder.",
+        "clip_layer": "vision_model.vision_encoder.transformer.resblocks.{block}.",
+        "head_layer": "vision_model.vision_encoder.global_transformer.resblocks.{head}.",
+        "projection": "vision_model.vision_projection.",
+    },
 }
-_CLIP_PREFIX = {_HF: "vision_model.", _META: "vision_model.vision_encoder."}
-_CLIP_LAYER_PREFIX = {
-    _HF: "vision_model.transformer.layers.{block}.",
-    _META: "vision_model.vision_encoder.transformer.resblocks.{block}.",
-}
-_HEAD_LAYER_PREFIX = {
-    _HF: "vision_model.global_transformer.layers.{head}.",
-    _META: "vision_model.vision_encoder.global_transformer.resblocks.{head}.",
-}
-_PROJECTION_PREFIX = {_HF: "multi_modal_projector.", _META: "vision_model.vision_projection."}
-
-
+# Weights that files of Hugging Face hold by aspect ratio.
 _TILE_TABLES = (
     "token_pos_embedding.global_token_positional_embedding",
     "pre_tile_pos_embed.embedding",
@@ -489,29 +487,27 @@ _TILE_TABLES = (
 )
 
 
-def _clip_op(column: int, tune: str) -> Op:
-    """Return the op of a weight of CLIP: of tables of tiles in files of Hugging Face, of patches in files of Meta."""
-    if column == _HF and tune in _TILE_TABLES:
-        return TileTable()
-    if column == _META and tune == "conv.weight":
-        return Patches()
-    return Identity()
-
-
-def _rows(column: int) -> list[Row]:
+def _rows(file_format: Literal["hf", "meta"]) -> list[Row]:
     """Return the rows of all weights except the text decoder's."""
+    prefixes = _PREFIXES[file_format]
+    column = ("hf", "meta").index(file_format)
     rows = []
-    for row in _CROSS:
-        tune = f"decoder.layers.{{layer}}.fusion_layer.{row[0]}"
-        rows.append(Row(_CROSS_PREFIX[column] + row[column], tune, when="fusion_layers"))
-    for row in _ENCODER_LAYER:
-        rows.append(Row(_CLIP_LAYER_PREFIX[column] + row[column], f"encoder.clip.layers.{{block}}.{row[0]}"))
-    for row in (*_ENCODER_LAYER, *_GATES):
-        rows.append(Row(_HEAD_LAYER_PREFIX[column] + row[column], f"encoder.projection.layers.{{head}}.{row[0]}"))
-    for row in _CLIP:
-        rows.append(Row(_CLIP_PREFIX[column] + row[column], f"encoder.clip.{row[0]}", _clip_op(column, row[0])))
+    for tune, *names in _CROSS:
+        external = f"{prefixes['cross']}{names[column]}"
+        rows.append(Row(external, f"decoder.layers.{{layer}}.fusion_layer.{tune}", when="fusion_layers"))
+    for tune, *names in _ENCODER_LAYER:
+        rows.append(Row(f"{prefixes['clip_layer']}{names[column]}", f"encoder.clip.layers.{{block}}.{tune}"))
+    for tune, *names in (*_ENCODER_LAYER, *_GATES):
+        rows.append(Row(f"{prefixes['head_layer']}{names[column]}", f"encoder.projection.layers.{{head}}.{tune}"))
+    for tune, *names in _CLIP:
+        op: Op = Identity()
+        if file_format == "hf" and tune in _TILE_TABLES:
+            op = TileTable()
+        elif file_format == "meta" and tune == "conv.weight":  # a matrix in files of Meta
+            op = Patches()
+        rows.append(Row(f"{prefixes['clip']}{names[column]}", f"encoder.clip.{tune}", op))
     for parameter in ("weight", "bias"):
-        rows.append(Row(_PROJECTION_PREFIX[column] + parameter, f"encoder.projection.output.{parameter}"))
+        rows.append(Row(f"{prefixes['projection']}{parameter}", f"encoder.projection.output.{parameter}"))
     return rows
 
 
@@ -535,7 +531,7 @@ _BOTH = ("decoder.tok_embeddings.weight", "decoder.tok_embeddings.fusion_embeddi
 _EMBEDDING = "language_model.model.embed_tokens.weight"
 _HF_TEXT = [row for row in _text_rows(HF_INTERLEAVED, "language_model.", "{numbered}") if row.external != _EMBEDDING]
 HF = WeightMap(
-    (Row(_EMBEDDING, _BOTH, EmbeddingRows()), *_HF_TEXT, *_rows(_HF)),
+    (Row(_EMBEDDING, _BOTH, EmbeddingRows()), *_HF_TEXT, *_rows("hf")),
     modules=(
         ("language_model.model.", "model.language_model."),
         ("language_model.lm_head.", "lm_head."),
@@ -549,7 +545,7 @@ META_FILES = WeightMap(
     (
         *_text_rows(META, "text_model.", "{layer}"),
         Row("text_model.learnable_embedding.weight", _BOTH[1]),
-        *_rows(_META),
+        *_rows("meta"),
     ),
     ignore=("text_model.rope.freqs",),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.models._build import build, feed_forward
-from torchtune.models._build_vision import Part, adapt_parts, check_parts
+from torchtune.models._build_vision import PartTraining, adapt_parts, check_parts
 from torchtune.models._builders import Builder, LoraAttnModules, Model, named_function
 from torchtune.models._description import Description, ModelError
 from torchtune.models._rope_scaling import Llama3RopeScaling
@@ -162,7 +162,7 @@ def adapt(
     Raises:
         ModelError: no part or module is chosen, or ``lora_attn_modules`` has an unknown name.
     """
-    training: dict[str, Part] = {}
+    training: dict[str, PartTraining] = {}
     for part, has_adapters in parts.items():
         training[part] = "lora" if has_adapters else "frozen"
     check_parts(training, "lora", "")
@@ -433,9 +433,9 @@ def _lora_builder(name: str, size: str) -> Builder:
 
     def builder(
         lora_attn_modules: LoraAttnModules,
-        decoder_trainable: Part = "frozen",
-        encoder_trainable: Part = "lora",
-        fusion_trainable: Part = "lora",
+        decoder_trainable: PartTraining = "frozen",
+        encoder_trainable: PartTraining = "lora",
+        fusion_trainable: PartTraining = "lora",
         apply_lora_to_mlp: bool = False,
         apply_lora_to_output: bool = False,
         lora_rank: int = 8,

@@ -13,6 +13,6 @@ from ._earlier import lora_llama4_maverick_17b_128e as lora_llama4_maverick_17b_
 from ._earlier import lora_llama4_scout_17b_16e as lora_llama4_scout_17b_16e
 from ._earlier import qlora_llama4_maverick_17b_128e as qlora_llama4_maverick_17b_128e
 from ._earlier import qlora_llama4_scout_17b_16e as qlora_llama4_scout_17b_16e
-from ._model import FORMAT, SIZES, LlamaImages
+from ._model import FORMAT, SIZES, Llama4ImageProcessor
 from ._model import SPEC as SPEC
 from ._model import Llama4Tokenizer as Llama4Tokenizer

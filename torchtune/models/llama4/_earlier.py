@@ -15,13 +15,13 @@ import torch
 
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models._build import build
-from torchtune.models._build_vision import Part, adapt_parts, build_tower, check_parts, image_part
+from torchtune.models._build_vision import PartTraining, adapt_parts, build_tower, check_parts, image_part
 from torchtune.models._builders import Builder, LoraAttnModules, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
 from torchtune.models._spec import get_spec
 from torchtune.models.llama3 import base_llama_tp_plan as decoder_only_tp_plan
-from torchtune.models.llama4._model import SIZES, SPEC, Llama4Tokenizer, LlamaImages
+from torchtune.models.llama4._model import SIZES, SPEC, Llama4ImageProcessor, Llama4Tokenizer
 from torchtune.modules.model_fusion import EarlyFusionModel
 from torchtune.modules.transformer import TransformerDecoder
 from torchtune.modules.vision_transformer import PatchMerger as Llama4VisionProjectionHead
@@ -254,9 +254,9 @@ def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
     def builder(
         lora_attn_modules: LoraAttnModules,
         *,
-        decoder_trainable: Part = "lora",
-        encoder_trainable: Part = "frozen",
-        fusion_trainable: Part = "lora",
+        decoder_trainable: PartTraining = "lora",
+        encoder_trainable: PartTraining = "frozen",
+        fusion_trainable: PartTraining = "lora",
         apply_lora_to_mlp: bool = False,
         apply_lora_to_output: bool = False,
         lora_rank: int = 8,
@@ -387,7 +387,7 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         self.patch_size = patch_size
         self.max_num_tiles = max_num_tiles
         self.image_tokens = (self.special_tokens["<|patch|>"],)
-        self.processor = LlamaImages(
+        self.processor = Llama4ImageProcessor(
             patch_size=patch_size,
             merge=round(1 / pixel_shuffle_scaling_factor),
             tile=tile_size,

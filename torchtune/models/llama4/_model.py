@@ -17,12 +17,15 @@ from torchtune.models._family import (
     all_but_every,
     experts,
     family,
-    layer_types,
+    layers_of_type,
+    read_unrotated_layers,
     renamed,
     shared_expert,
     with_fused_experts,
+    write_layer_types,
+    write_unrotated_layers,
 )
-from torchtune.models._image_processors import BILINEAR, Plan, TiledProcessor
+from torchtune.models._image_processors import BILINEAR, Plan, TiledImageProcessor
 from torchtune.modules.transforms.vision import find_supported_resolutions, get_canvas_best_fit, get_inscribed_size
 from torchtune.tokenizers import HeaderTurns
 
@@ -30,8 +33,9 @@ from torchtune.tokenizers import HeaderTurns
 def _read(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
     expert_dim = fields.take("intermediate_size", 8192)
-    unrotated_layers = _read_unrotated_layers(fields, num_layers)
+    unrotated_layers = read_unrotated_layers(fields)
     chunk_layers = _read_chunk_layers(fields, num_layers, unrotated_layers)
+    # null, unlike an absent field, would be chunks of no size.
     if chunk_layers and fields.has("attention_chunk_size") and fields.peek("attention_chunk_size") is None:
         raise fields.refusal("attention_chunk_size", None)
     chunk = fields.take("attention_chunk_size", 8192)
@@ -49,6 +53,7 @@ def _read(fields: Fields) -> dict[str, Any]:
         "chunk": chunk if chunk_layers else None,
         "chunk_layers": chunk_layers,
     }
+    # In layers without RoPE, queries grow with the logarithm of their position.
     growth = float(fields.take("attn_scale", 0.1))
     growth_span = fields.take("floor_scale", 8192)
     if fields.take("attn_temperature_tuning", True) and unrotated_layers:
@@ -59,25 +64,15 @@ def _read(fields: Fields) -> dict[str, Any]:
     return values
 
 
-def _read_unrotated_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    interval = max(fields.take("no_rope_layer_interval", 4), 1)
-    has_rope = fields.list_of("no_rope_layers", num_layers, int)  # despite its name, nonzero for layers with RoPE
-    if not has_rope:
-        has_rope = [(layer + 1) % interval for layer in range(num_layers)]
-    if len(has_rope) < num_layers:
-        raise fields.refusal("no_rope_layers", has_rope)
-    return tuple(layer for layer in range(num_layers) if not has_rope[layer])
-
-
 def _read_chunk_layers(fields: Fields, num_layers: int, unrotated_layers: tuple[int, ...]) -> tuple[int, ...]:
     """Return the layers with chunked attention: by default, those with RoPE."""
-    kinds = fields.list_of("layer_types", num_layers, str)
-    if not kinds:
+    layer_types = fields.list_of("layer_types", num_layers, str)
+    if not layer_types:
         return tuple(layer for layer in range(num_layers) if layer not in unrotated_layers)
-    unknown = [kind for kind in kinds[:num_layers] if kind not in ("full_attention", "chunked_attention")]
-    if unknown or len(kinds) < num_layers:
-        raise fields.refusal("layer_types", unknown or kinds)
-    return tuple(layer for layer in range(num_layers) if kinds[layer] == "chunked_attention")
+    unknown = [entry for entry in layer_types[:num_layers] if entry not in ("full_attention", "chunked_attention")]
+    if unknown or len(layer_types) < num_layers:
+        raise fields.refusal("layer_types", unknown or layer_types)
+    return layers_of_type(layer_types[:num_layers], "chunked_attention")
 
 
 def _write(d: Description) -> dict[str, Any]:
@@ -86,8 +81,8 @@ def _write(d: Description) -> dict[str, Any]:
         "intermediate_size": d.expert_dim,
         "num_local_experts": d.num_experts,
         "moe_layers": list(d.expert_layers),
-        "no_rope_layers": [int(layer not in d.unrotated_layers) for layer in range(d.num_layers)],
-        "layer_types": layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
+        **write_unrotated_layers(d),
+        "layer_types": write_layer_types(d.num_layers, d.chunk_layers, "chunked_attention"),
         "attention_chunk_size": d.chunk,
         "attn_temperature_tuning": bool(d.query_growth),
     }
@@ -102,8 +97,8 @@ FORMAT = HFFormat(
     "llama4_text",
     "interleaved",
     biases="attention_bias",
-    mixer_kind="chunked_attention",
-    fixed=(("router_scores", "sigmoid"), ("router_scales_input", True)),
+    mixer_layer_type="chunked_attention",
+    fixed={"router_scores": "sigmoid", "router_scales_input": True},
     extra_fields=(
         ("num_experts_per_tok", "experts_per_token", 1),
         ("use_qk_norm", "qk_unit_norm", True),
@@ -111,13 +106,13 @@ FORMAT = HFFormat(
     ),
     read_more=_read,
     write_more=_write,
-    defaults=(
-        ("num_key_value_heads", 8),
-        ("head_dim", 128),
-        ("max_position_embeddings", 131_072),
-        ("rms_norm_eps", 1e-5),
-        ("rope_theta", 500_000.0),
-    ),
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    },
 )
 _EXPERTS = with_fused_experts(experts(HF_HALF, "mlp", "gate_proj", "up_proj", "down_proj"), "mlp", transpose=False)
 _NAMES = {".mlp.gate.": ".mlp.router.", ".mlp.": ".feed_forward."}
@@ -233,7 +228,7 @@ class Llama4Tokenizer(HeaderTurns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaImages(TiledProcessor):
+class Llama4ImageProcessor(TiledImageProcessor):
     """Image processor of Llama 4: tiles of the best-fitting canvas, then the whole image as a tile.
 
     Attributes:
@@ -249,8 +244,8 @@ class LlamaImages(TiledProcessor):
     max_tiles: int = 16
 
     @classmethod
-    def numbers(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`ImageProcessor.numbers`."""
+    def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+        """See :meth:`ImageProcessor.read_sizes`."""
         if config.get("resize_to_max_canvas"):
             raise DataError("preprocessor_config.json has resize_to_max_canvas = True, which is not supported")
         return {
@@ -265,7 +260,7 @@ class LlamaImages(TiledProcessor):
         canvases = torch.tensor(find_supported_resolutions(self.max_tiles, self.tile))
         image = torch.empty(height, width, device="meta")  # only its shape counts
         canvas_height, canvas_width = get_canvas_best_fit(image, canvases, resize_to_max_canvas=False)
-        return self.plan_of_tiles(canvas_height, canvas_width)
+        return self.plan_for_tiles(canvas_height, canvas_width)
 
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""
@@ -273,7 +268,7 @@ class LlamaImages(TiledProcessor):
         height, width = get_inscribed_size((image.height, image.width), (plan.height, plan.width), max_size=self.tile)
         # A crop beyond the image pads it with black.
         canvas = self.resized(image, width, height).crop((0, 0, plan.width, plan.height))
-        return self.cut_tiles(canvas, image)
+        return self.patches_of_tiles(canvas, image)
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image."""

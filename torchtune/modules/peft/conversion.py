@@ -366,7 +366,7 @@ class LoRA(Conversion):
                     f"LoRA: rank_pattern or alpha_pattern matches '{path}', which peft takes for experts, all of one "
                     "rank and alpha: leave it out of the pattern."
                 )
-            for neighbor in spec.modules_together(path, model.description):
+            for neighbor in spec.fused_modules(path, model.description):
                 if numbers.get(neighbor, numbers[path]) != numbers[path]:
                     raise ConversionError(
                         f"LoRA: '{path}' and '{neighbor}' are one projection in files, and rank_pattern or "
