@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,28 +145,6 @@ class Episode(Rollout):
 def _describe_tensor(values: Tensor) -> str:
     """Format a tensor for messages."""
     return f"{values.flatten()[:4].tolist()} … of shape {list(values.shape)} and {values.dtype}"
-
-
-class Sampler(Protocol):
-    """Protocol of samplers, which sample answers to prompts during training.
-
-    Attributes:
-        temperature: temperature of the sampling distribution, which is not truncated.
-        gives_log_probs: whether answers have log-probs; a missing attribute counts as True.
-    """
-
-    temperature: float
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
-    ) -> list[Rollout]:
-        """Sample ``num_samples`` answers per prompt; answer j of prompt i is item ``i * num_samples + j``.
-
-        Args:
-            prompts: token ids of each prompt.
-            num_samples: number of answers per prompt.
-            seeds: one seed per prompt; the same seed and prompt give the same answers.
-        """
 
 
 def prompt_seed(*words: int) -> int:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtune.config import ObjectPath, as_written, locate
-from torchtune.rlhf._http import NoReplyError, post_json
 from torchtune.rlhf._rollouts import RolloutError
+from torchtune.rlhf._servers import NoReplyError, post_json
 from torchtune.utils import require
 
 Row = Mapping[str, Any]

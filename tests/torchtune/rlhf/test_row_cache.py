@@ -4,7 +4,6 @@ import numpy as np
 
 from torchtune.data import BatchLoader
 from torchtune.datasets import MixedDataset, PackedDataset
-from torchtune.rlhf import check_prompts
 from torchtune.rlhf._row_cache import SelectedRows, WithRowNumbers
 
 ROWS = [{"tokens": [number, number], "labels": [number, -100]} for number in range(8)]
@@ -29,7 +28,3 @@ def test_numbered_rows_keep_the_order_of_their_dataset():
     packs = WithRowNumbers(PackedDataset(ROWS, max_seq_len=4))
     assert [document["row"] for document in packs[3]] == [3, 3]
     assert packs.is_packed
-
-
-def test_prompts_of_unknown_lengths_are_not_checked():
-    check_prompts(ROWS, sampler=None, model=None)

@@ -15,8 +15,7 @@ import torch
 from torchtune.data import Message, as_messages
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall
-from torchtune.rlhf.environments._tools import reply_text
+from torchtune.rlhf.environments._tools import ToolCall, reply_text
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 
 

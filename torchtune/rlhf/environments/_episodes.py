@@ -13,9 +13,9 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
-from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
+from torchtune.rlhf._samplers import LocalSampler, is_tensor_parallel
 from torchtune.rlhf.environments._conversation import (
     Conversation,
     Kind,
@@ -26,8 +26,16 @@ from torchtune.rlhf.environments._conversation import (
     score,
     with_observation,
 )
-from torchtune.rlhf.environments._tool_call_parsers import FORMATS, CallError, ToolCall, detect_format, parse_calls
-from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.rlhf.environments._tools import (
+    FORMATS,
+    CallError,
+    ToolCall,
+    check_call,
+    detect_format,
+    parameters_of,
+    parse_calls,
+    tools_of,
+)
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 from torchtune.utils import get_logger, log_once
 

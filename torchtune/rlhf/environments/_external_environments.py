@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import RolloutError
+from torchtune.rlhf._servers import post_json
 from torchtune.utils import require
 
 

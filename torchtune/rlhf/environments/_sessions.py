@@ -12,7 +12,7 @@ import torch
 
 from torchtune.data import DataError, Message, as_messages
 from torchtune.rlhf._rollouts import Episode, RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall
+from torchtune.rlhf.environments._tools import ToolCall
 from torchtune.rlhf.environments._turn_tokens import Bridge
 
 

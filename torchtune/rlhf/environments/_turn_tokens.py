@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune.data import DataError, Message
 from torchtune.rlhf._rollouts import RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall, after_reasoning
+from torchtune.rlhf.environments._tools import ToolCall, after_reasoning
 
 # Texts of the short conversations that are rendered.
 _QUESTION = Message(role="user", content="Question", masked=True)

@@ -23,7 +23,7 @@ from tests.torchtune.rlhf.test_grpo import token_scores
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import LocalSampler, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
-from torchtune.rlhf._server_sampler import VLLMServer
+from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.tokenizers import hf_tokenizer
 

@@ -1,49 +1,140 @@
-"""Sampler of answers from inference servers, and the servers: requests for answers, and loading of new weights."""
+"""Inference servers: HTTP requests with JSON, requests for answers, and loading of new weights."""
 
+import functools
+import http.client
 import json
+import os
 import re
-import shutil
-import threading
 import time
-import uuid
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-from weakref import finalize
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from torchtune.checkpoints import CheckpointStore
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
-from torchtune.generation import evaluating
 from torchtune.modules.conversion import get_conversions
-from torchtune.modules.loss import token_log_probs
 from torchtune.modules.peft import owned_parameters
-from torchtune.rlhf._http import NoReplyError, post_json
-from torchtune.rlhf._local_sampler import check_sampling, check_stop_tokens, is_tensor_parallel
-from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError, collate_rollouts
-from torchtune.training.parallel import Ranks, checksum_trained
-from torchtune.utils import get_logger, read_json, write_json
+from torchtune.rlhf._rollouts import MOST_LOG_PROB, Rollout, RolloutError
+from torchtune.utils import read_json, write_json
 
-# Limits of a reply's size: an answer token with text and log-probs takes about 300 bytes, a prompt token about 8.
+_MOST_BYTES = 16 * 2**20  # default limit of a reply's size
+# A reply's limit: an answer token with text and log-probs takes about 300 bytes, a prompt token about 8.
 _REPLY_BYTES = 2**20
 _TOKEN_BYTES = 1024
 _PROMPT_TOKEN_BYTES = 16
 _MOST_SEED = 2**63 - 1  # servers take seeds of 64 bits with a sign
 _LEAST_LOG_PROB = -9999.0  # vLLM's value for minus infinity
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Number of answers per step for which log-probs are compared with the trainer.
-_NUM_COMPARED = 4
-# Limits of the bias in the first step's answers: absolute (importance ratio, or nats), and in standard errors.
-_MOST_BIAS = 0.05
-_MOST_STANDARD_ERRORS = 5.0
-# Seconds between two attempts to reach a server that restarts.
-_RETRY_INTERVAL = 0.5
+
+
+class NoReplyError(RolloutError):
+    """Raised if a server is unreachable, too slow, or lacks the requested model, for example after a restart."""
+
+
+def post_json(
+    url: str, body: dict[str, Any] | None, *, timeout: float, most_bytes: int = _MOST_BYTES, reads_json: bool = True
+) -> Any:
+    """Send a JSON body (or a GET request without one) and return the parsed JSON reply.
+
+    The environment variable ``OPENAI_API_KEY`` is sent as a bearer token. Redirects are errors, because they would send
+    the token to another server.
+
+    Args:
+        url: URL of the endpoint.
+        body: request body.
+        timeout: maximum seconds for each socket operation, and from the request to the last byte of the reply.
+        most_bytes: maximum size of the reply's body.
+        reads_json: parse the reply as JSON; otherwise return its text.
+
+    Raises:
+        NoReplyError: the server is unreachable or too slow, or replies that it is not ready.
+        RolloutError: the reply is an error, not JSON, or larger than ``most_bytes``.
+    """
+    headers = {"Content-Type": "application/json"}
+    api_key = os.environ.get("OPENAI_API_KEY")
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    deadline = time.monotonic() + timeout
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(url)
+        request = urllib.request.Request(url, data, headers)
+    except ValueError as error:
+        raise _invalid_url_error(url) from error
+    try:
+        with _opener().open(request, timeout=timeout) as reply:
+            text = _read_body(reply, url, deadline, most_bytes)
+    except urllib.error.HTTPError as error:
+        # A server that restarts is not ready yet, or does not yet have the requested model.
+        is_restarting = error.code in (502, 503) or (error.code == 404 and url.endswith("/completions"))
+        error_class = NoReplyError if is_restarting else RolloutError
+        raise error_class(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
+    except TimeoutError as error:
+        raise _timeout_error(url, timeout) from error
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise _timeout_error(url, timeout) from error
+        raise NoReplyError(f"No server answers at {url} ({error.reason}): start it, or correct the url.") from error
+    except (http.client.InvalidURL, UnicodeError) as error:
+        raise _invalid_url_error(url) from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise NoReplyError(f"The connection to {url} broke ({error!r:.200}): look at the server's log.") from error
+    try:
+        return json.loads(text) if reads_json else text.decode(errors="replace")
+    except (ValueError, RecursionError) as error:
+        raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
+
+
+def _read_body(reply: http.client.HTTPResponse, url: str, deadline: float, most_bytes: int) -> bytes:
+    """Read the body in chunks as they arrive, so that a slow or endless reply raises an error."""
+    body = bytearray()
+    while True:
+        chunk = reply.read1(2**20)
+        if not chunk:
+            break
+        body += chunk
+        if len(body) > most_bytes:
+            raise RolloutError(f"{url} replies with more than {most_bytes:,} bytes, which nobody asked for.")
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    if reply.length:  # the connection ended before all announced bytes arrived
+        raise http.client.IncompleteRead(bytes(body[-100:]), reply.length)
+    return bytes(body)
+
+
+def _describe_http_error(error: urllib.error.HTTPError) -> str:
+    """Return the reason of an HTTP error and the received beginning of its body."""
+    try:
+        with error:
+            text = error.read(500).decode(errors="replace").strip()
+    except (OSError, ValueError, http.client.HTTPException):
+        text = ""
+    return f"{error.reason:.200}: {text or 'no text'}"
+
+
+def _invalid_url_error(url: str) -> RolloutError:
+    return RolloutError(f"'{url}' is no url: write it as http://host:port/v1.")
+
+
+def _timeout_error(url: str, timeout: float) -> NoReplyError:
+    return NoReplyError(f"{url} has not answered within {timeout:g} s: raise timeout, or look at the server's log.")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Return None, so that a redirect is raised as an error."""
+
+
+@functools.cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirects)
 
 
 @dataclass(frozen=True)
@@ -393,303 +484,7 @@ class TransformersServer(Server):
         )
 
 
-class ServerSampler:
-    """Sampler that requests answers from a server with an OpenAI-compatible ``/v1/completions`` endpoint.
-
-    Whenever the trained weights have changed, the sampler saves them to a new folder below ``folder``, and the server
-    loads them. This also happens once before training, so that a run fails early if the server cannot load weights. The
-    last folder is deleted at the end.
-
-    With several URLs, the answers to a prompt come from one of the servers, and all servers load the weights. If a
-    server does not reply, another server gets its prompts, until the first server loads the weights of a later step. If
-    no server replies, the sampler waits up to ``weights_timeout`` seconds for the server to restart, sends the weights,
-    and repeats the request.
-
-    ``vllm`` uses token ids and returns log-probs. Adapters are loaded by name, which requires ``--enable-lora`` and
-    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``; full weights are reloaded, which requires ``VLLM_SERVER_DEV_MODE=1``. For a
-    ``temperature`` other than 1, start the server with ``--logprobs-mode processed_logprobs``. This sampler is written
-    for the published interface of vLLM 0.33, but not yet tested with a server.
-
-    ``transformers`` (``transformers serve``) uses text and returns no log-probs. The trainer computes the old log-probs
-    before the first update. An answer is dropped if tokenizing its text does not give the number of sampled tokens;
-    ``answers/dropped`` counts dropped answers. The server must run without a fixed model, and unloads all its models
-    whenever the weights change.
-
-    Args:
-        model: the trained model.
-        tokenizer: provides the default stop tokens.
-        url: URL of the server, ending with ``/v1``, or a list of URLs.
-        server: kind of the servers.
-        checkpoint_dir: folder of the model's checkpoint, for the tokenizer and other small files.
-        folder: folder for the weights; trainer and server must access it under the same path.
-        model_name: name of the model in vLLM; by default ``checkpoint_dir``.
-        max_new_tokens: maximum number of tokens in an answer.
-        temperature: divides the logits, in sampling and in the loss.
-        stop_tokens: ids of tokens that end an answer; by default the tokenizer's stop tokens. ``transformers`` uses
-            only one of them, ``eos_id`` if possible, because a text does not show which token was sampled.
-        timeout: maximum seconds for the answers to a prompt.
-        weights_timeout: maximum seconds to load new weights.
-        max_difference: maximum mean \\|Δ log π\\| of server and trainer over the first answers of a step; a larger
-            difference indicates that the server has other weights. The answers of the first step are also checked for
-            a bias of their log-probs, which top-p or top-k cause. None disables the checks.
-
-    Attributes:
-        gives_log_probs: whether answers have log-probs.
-
-    Raises:
-        RolloutError: the server is unreachable, too slow, serves another model, or cannot load the weights.
-        CheckpointError: the weights cannot be saved.
-
-    Example:
-        >>> sampler = torchtune.rlhf.ServerSampler(
-        ...     model, tokenizer, url="http://localhost:8000/v1", server="vllm",
-        ...     checkpoint_dir=checkpoint, folder=folder, temperature=1.0
-        ... )  # doctest: +SKIP
-        >>> rollouts = sampler([[1, 65, 66], [1, 70]], num_samples=8, seeds=[0, 1])  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        url: str | Sequence[str],
-        server: Literal["vllm", "transformers"],
-        checkpoint_dir: str,
-        folder: str,
-        model_name: str | None = None,
-        max_new_tokens: int = 256,
-        temperature: float = 1.0,
-        stop_tokens: Sequence[int] | None = None,
-        timeout: float = 600.0,
-        weights_timeout: float = 600.0,
-        max_difference: float | None = 0.2,
-    ) -> None:
-        check_sampling(max_new_tokens, temperature)
-        if is_tensor_parallel(model):
-            raise RolloutError(
-                "sampler: the ranks of a tensor-parallel group could get different answers from a server: set "
-                "tensor_parallel_dim to 1, or sample with torchtune.rlhf.LocalSampler."
-            )
-        self.model = model
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.stop_tokens = check_stop_tokens(stop_tokens, tokenizer, model)
-        self.max_difference = max_difference
-        settings = RequestSettings(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_tokens=self.stop_tokens,
-            vocab_size=model.tok_embeddings.weight.shape[0],
-            timeout=timeout,
-            weights_timeout=weights_timeout,
-        )
-        urls = [url] if isinstance(url, str) else url
-        if not urls:
-            raise RolloutError("sampler.url is empty: give the url of a server, or of several.")
-        self._servers = []
-        for server_url in urls:
-            self._servers.append(
-                _make_server(
-                    server, server_url, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer
-                )
-            )
-        self._urls = ", ".join(endpoint.url for endpoint in self._servers)
-        self.gives_log_probs = self._servers[0].gives_log_probs  # all servers are of one kind
-        self._ranks = Ranks(RolloutError)
-        self._ranks.run_on_rank_0(self._check_servers)
-
-        weights_folder = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
-        self._store = CheckpointStore(
-            {"policy": {"checkpoint_dir": checkpoint_dir}}, weights_folder, keep_last_n_checkpoints=1
-        )
-        # Every server notes how it has to be started for these contents, which are the same for all.
-        contents = [endpoint.contents(model) for endpoint in self._servers]
-        self._contents = contents[0]
-        self._store.check_contents(model, contents=self._contents, resumable=False)
-        if self._ranks.rank == 0:
-            finalize(self, shutil.rmtree, weights_folder, ignore_errors=True)
-        self._loaded_fingerprint: list[int] | None = None
-        self._num_saves = 0
-        self._num_dropped = 0
-        self._lock = threading.Lock()  # one request at a time waits for a server that restarts
-        self._is_distribution_checked = max_difference is None
-        self._lost: set[str] = set()  # URLs of servers that failed to reply since the last weights
-        self._send_weights()
-
-    def _check_servers(self) -> None:
-        for server in self._servers:
-            server.check()
-
-    def _send_weights(self) -> None:
-        """Save the weights if they have changed, and let the servers load them."""
-        fingerprint = checksum_trained(self.model)
-        if not self._ranks.any(fingerprint != self._loaded_fingerprint):
-            return
-        previous = None
-        if self._num_saves:
-            previous = self._store.output_dir / f"step_{self._num_saves}"
-        self._num_saves += 1
-        self._path = self._store.save(f"step_{self._num_saves}", self.model, contents=self._contents)
-        # Rank 0 notifies the servers; every rank stores the new model name.
-        name, self._lost = self._ranks.run_on_rank_0(lambda: self._load_weights(previous))
-        for server in self._servers:
-            server.model_name = name
-        self._loaded_fingerprint = fingerprint
-
-    def _load_weights(self, previous: Path | None) -> tuple[str | None, set[str]]:
-        """Let all servers load the weights concurrently; return the model's name and the servers that do not reply."""
-
-        def load(server: Server) -> None:
-            try:
-                server.load_weights(self._path, None if server.url in self._lost else previous)
-                self._lost.discard(server.url)
-            except NoReplyError as error:
-                if previous is None:  # before training: end the run early
-                    raise
-                self._lose(server, error)
-
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(load, self._servers))
-        if len(self._lost) == len(self._servers):
-            self._wait_for(self._servers[0])
-        reached = [server for server in self._servers if server.url not in self._lost]
-        return reached[0].model_name, self._lost
-
-    def _lose(self, server: Server, error: NoReplyError) -> None:
-        """Note that a server does not reply; it gets no more prompts until it loads the next weights."""
-        if server.url not in self._lost:  # the first of several requests that failed
-            self._lost.add(server.url)
-            get_logger().warning(f"{error} Other servers answer its prompts, or it is waited for.")
-
-    def _wait_for(self, server: Server) -> None:
-        """Wait until a server replies again, and let it load the weights."""
-        deadline = time.monotonic() + server.settings.weights_timeout
-        while True:
-            try:
-                server.load_weights(self._path, None)
-                self._lost.discard(server.url)
-                return
-            except NoReplyError:
-                if time.monotonic() > deadline:
-                    raise
-            time.sleep(_RETRY_INTERVAL)
-
-    def _sample(self, first: Server, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
-        """Sample answers to a prompt; use another server if ``first`` does not reply, or retry after its restart."""
-        for server in (first, *self._servers):
-            if server.url not in self._lost:
-                try:
-                    return server.sample(prompt, num_samples, seed)
-                except NoReplyError as error:
-                    self._lose(server, error)
-        with self._lock:
-            if first.url in self._lost:  # another request may have waited for it meanwhile
-                self._wait_for(first)
-        return first.sample(prompt, num_samples, seed)
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
-    ) -> list[Rollout]:
-        """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds, decoding is greedy."""
-        self._send_weights()
-        rollouts: list[Rollout] = []
-        num_requests = sum(server.requests for server in self._servers)
-        with self._ranks.raise_on_all(), ThreadPoolExecutor(num_requests) as pool:
-            futures = []
-            for i, prompt in enumerate(prompts):
-                server = self._servers[i % len(self._servers)]
-                seed = None if seeds is None else seeds[i]
-                futures.append(pool.submit(self._sample, server, prompt, num_samples, seed))
-            try:
-                for future in futures:
-                    rollouts.extend(future.result())
-            finally:  # after an error, no more requests
-                pool.shutdown(wait=False, cancel_futures=True)
-        self._count_dropped(rollouts)
-        if seeds is None:  # greedy answers are no samples
-            return rollouts
-        if self.gives_log_probs and self.max_difference is not None:
-            compared = []
-            for group in range(min(len(self._servers), len(prompts))):  # a prompt of each server
-                first = group * num_samples
-                compared += rollouts[first : first + min(num_samples, _NUM_COMPARED)]
-            self._check_log_probs(compared)
-        if not self._is_distribution_checked:
-            self._is_distribution_checked = True
-            self._check_distribution(rollouts)
-        return rollouts
-
-    def _count_dropped(self, rollouts: list[Rollout]) -> None:
-        """Warn of the first answers that are dropped; dropped answers are empty."""
-        dropped = sum(not rollout.answer for rollout in rollouts)
-        if dropped and not self._num_dropped:
-            get_logger().warning(
-                f"{dropped} of {len(rollouts)} answers are dropped, as their texts do not become the tokens that the "
-                "server sampled; answers/dropped counts them."
-            )
-        self._num_dropped += dropped
-
-    @torch.no_grad()
-    def _evaluate(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the model's log-probs and entropies at answer tokens, and the server's log-probs, ``[t]`` each."""
-        batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
-        is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-        with evaluating(self.model):
-            hidden = self.model(**batch.model_inputs(), output="hidden")
-            log_probs, entropies = token_log_probs(
-                hidden, batch.labels, self.model.output, self.temperature, return_entropy=True
-            )
-        server_log_probs = None
-        if "sampled" in batch.per_token:
-            server_log_probs = batch.per_token["sampled"][is_labeled]
-        return log_probs[is_labeled], entropies[is_labeled], server_log_probs
-
-    def _check_distribution(self, rollouts: list[Rollout]) -> None:
-        """Check that answers are samples from the model's full distribution.
-
-        For such samples, the mean log-prob is the negative entropy, and the mean of π / π_server is 1. With top-p or
-        top-k, the mean log-prob is larger, and the mean ratio is the probability of the tokens that are not cut off.
-        """
-        if self._ranks.any(not all(rollout.answer for rollout in rollouts)):  # dropping answers biases the means
-            return
-        ratio_biases = []
-        entropy_biases = []
-        for rollout in rollouts:  # one by one, which needs the least memory
-            log_probs, entropies, server_log_probs = self._evaluate([rollout])
-            if server_log_probs is not None:
-                ratio_biases.append((log_probs - server_log_probs).exp() - 1.0)
-            entropy_biases.append(log_probs + entropies)
-        with self._ranks.raise_on_all():
-            if ratio_biases:
-                self._check_bias(torch.cat(ratio_biases), "above 1 in the importance ratio")
-            self._check_bias(torch.cat(entropy_biases), "nats above the negative entropy")
-
-    def _check_bias(self, deviations: torch.Tensor, description: str) -> None:
-        """Check that the mean of the tokens' deviations ``[t]`` is near 0. Raises :class:`RolloutError`."""
-        mean = deviations.mean().item()
-        standard_error = (deviations.std() / len(deviations) ** 0.5).item()
-        if abs(mean) > max(_MOST_BIAS, _MOST_STANDARD_ERRORS * standard_error):
-            raise RolloutError(
-                f"The answers of {self._urls} are no draws from the model's distribution at temperature "
-                f"{self.temperature:g}: over {len(deviations)} tokens they are {mean:+.3f} ± {standard_error:.3f} "
-                f"{description}. Start the server without top-p, top-k or a temperature of its own."
-            )
-
-    def _check_log_probs(self, rollouts: list[Rollout]) -> None:
-        """Compare log-probs with the servers, to check that they have the model's weights."""
-        log_probs, _, server_log_probs = self._evaluate(rollouts)
-        difference = (log_probs - server_log_probs).abs().mean().item()
-        with self._ranks.raise_on_all():
-            if not difference <= self.max_difference:  # also for NaN
-                raise RolloutError(
-                    f"The log-probs of {self._urls} differ from the trainer's by {difference:.3g} on average "
-                    f"(sampler.max_difference is {self.max_difference:g}): it has another model or other weights, or "
-                    "gives them without temperature (start vLLM with --logprobs-mode processed_logprobs)."
-                )
-
-
-def _make_server(
+def make_server(
     kind: str, url: str, model_name: str, settings: RequestSettings, checkpoint_dir: Path, tokenizer: Any
 ) -> Server:
     if kind == "vllm":

@@ -14,7 +14,7 @@ import torch
 from tests.serving import serving
 from tests.tiny import write_tokenizer
 from torchtune.rlhf import RewardSum, Rollout, RolloutError
-from torchtune.rlhf._server_sampler import RequestSettings, TransformersServer, VLLMServer
+from torchtune.rlhf._servers import RequestSettings, TransformersServer, VLLMServer
 from torchtune.rlhf.reward_functions import JudgeReward
 
 SETTINGS = RequestSettings(

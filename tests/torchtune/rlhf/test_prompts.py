@@ -1,4 +1,4 @@
-"""Answers that share the tokens of their prompt are what they are alone: log-probs, scores, losses, gradients."""
+"""Prompts: their lengths, and answers that share them, which are what they are alone: scores, losses, gradients."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.devices import DEVICE
 from torchtune.data import Batch, BatchLoader, DataError, collate_documents, collate_preference, share_prefixes
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
-from torchtune.rlhf import Rollout, SharingError, can_share_prefixes, rollout_batches, share_pairs
+from torchtune.rlhf import Rollout, SharingError, can_share_prefixes, check_prompts, rollout_batches, share_pairs
 from torchtune.rlhf.loss import DPOLoss, GRPOLoss, IPOLoss, RewardLoss, document_log_probs
 from torchtune.training import ParallelDims
 
@@ -219,3 +219,7 @@ def test_gradients_of_a_shared_prompt_equal_those_of_separate_answers(loss):
     scale = max(grad.abs().max() for grad in expected).item()
     for gradient, expected_gradient in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, atol=1e-6 * scale, rtol=1e-5)
+
+
+def test_prompts_of_unknown_lengths_are_not_checked():
+    check_prompts([{"tokens": [1, 2], "labels": [2, -100]}], sampler=None, model=None)
