@@ -114,11 +114,14 @@ def rerank(
     candidates = ranking[:, : min(first, num_texts)]  # [n, k]
     pairs = []
     for query, texts in zip(data.queries, candidates.tolist(), strict=True):
-        pairs += [(query, data.corpus[text]) for text in texts]
-    scores = reranker.scores(pairs, batch_size=batch_size).view(candidates.shape)
-    order = candidates.gather(1, scores.argsort(dim=1, descending=True, stable=True))
-    ranking = torch.cat([order, ranking[:, candidates.shape[1] :]], dim=1)
-    values = torch.arange(num_texts, 0, -1.0).expand(ranking.shape)  # by rank
+        for text in texts:
+            pairs.append((query, data.corpus[text]))
+    scores = reranker.scores(pairs, batch_size=batch_size).view(candidates.shape)  # [n, k]
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    reranked = candidates.gather(1, order)
+    ranking = torch.cat([reranked, ranking[:, candidates.shape[1] :]], dim=1)  # [n, m]
+    # The text at rank r gets the value m - r.
+    values = torch.arange(num_texts, 0, -1.0).expand(ranking.shape)
     return torch.empty_like(values, memory_format=torch.contiguous_format).scatter(1, ranking, values)
 
 
