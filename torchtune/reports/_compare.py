@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.reports._charts import Points, line_chart, smooth
-from torchtune.reports._page import environment, write_page
+from torchtune.reports._page import Points, environment, line_chart, smooth, write_page
 from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._verdict import Interval, compare_rows, judge
 from torchtune.training.metric_logging import flatten_dict

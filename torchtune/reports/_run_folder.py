@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from torchtune.checkpoints import MARKER, best_checkpoint, best_record, complete_directories
-from torchtune.reports._run_record import RECORD
 from torchtune.utils import UserError, read_json
 
 SETTINGS = "torchtune_config.yaml"
+RECORD = "logs/run.jsonl"  # one JSON line for each start, measurement and end
 # Metrics that count from the start of a process.
 _COUNTERS = ("processed_tokens", "trained_tokens", "elapsed_seconds")
 # "loss:1.25 lr:2e-05" in a line of a text log.
