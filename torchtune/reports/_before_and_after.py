@@ -133,7 +133,8 @@ class Measurement:
                 means.add({name: (reward, 1)})
             averages = means.over(self._dims)
         answers = []
-        for prompt, text in list(zip(scored.prompts, scored.texts, strict=True))[:_MOST_PROMPTS]:
+        shown_prompts = scored.prompts[:_MOST_PROMPTS]
+        for prompt, text in zip(shown_prompts, scored.texts, strict=False):
             question = self._tokenizer.decode(prompt.tokens)[:_MOST_CHARACTERS]
             answers.append({"prompt": question, "expected": "", "answer": text[:_MOST_CHARACTERS]})
         values = {name: averages.get(f"val_{name}") for name in names}
@@ -151,7 +152,7 @@ class Measurement:
         batches_of_rows = []
         for start in range(0, len(rows), self._rows_per_loss):
             batch_rows = rows[start : start + self._rows_per_loss]
-            names.append(_digest(batch_rows[0]))
+            names.append(_row_digest(batch_rows[0]))
             batches_of_rows.append(batch_rows)
         batches = [self._collate(batch_rows) for batch_rows in batches_of_rows[self._own_batches]]
         return names, batches
@@ -166,9 +167,9 @@ class Measurement:
         tokenizer = self._tokenizer
         if text_decoder(model) is not model or self._dims.cp > 1:
             return []
-        lack = _lack_for_answers(model, tokenizer)
-        if lack is not None:
-            log_once(get_logger(), f"The report has no answers: {lack}.")
+        obstacle = _answers_obstacle(model, tokenizer)
+        if obstacle is not None:
+            log_once(get_logger(), f"The report has no answers: {obstacle}.")
             return []
         is_reward_model = getattr(model.output, "out_features", None) == 1
         if is_reward_model:
@@ -185,20 +186,21 @@ class Measurement:
         new_tokens = min(_MOST_NEW_TOKENS, int(_MOST_SECONDS * 1e6) // microseconds, longest + 8)
         if new_tokens == 0:
             return []
-        turns = [(prompt, expected) for prompt, expected in turns if len(prompt) + new_tokens <= model.max_seq_len]
+        prompts = []
+        expected_answers = []
+        for prompt, expected in turns:
+            if len(prompt) + new_tokens <= model.max_seq_len:
+                prompts.append(prompt)
+                expected_answers.append(expected)
         stop_tokens = list(tokenizer.stop_tokens)
         try:
             generated = generate_tokens(
-                model,
-                [prompt for prompt, _ in turns],
-                max_new_tokens=new_tokens,
-                temperature=0.0,
-                stop_tokens=stop_tokens,
+                model, prompts, max_new_tokens=new_tokens, temperature=0.0, stop_tokens=stop_tokens
             )
         except GenerationError:  # no prompts, or an architecture without generation
             return []
         answers = []
-        for (prompt, expected), row in zip(turns, generated.tokens, strict=True):
+        for prompt, expected, row in zip(prompts, expected_answers, generated.tokens, strict=True):
             answer = [token for token in row.tolist() if token not in stop_tokens]
             answers.append(
                 {
@@ -225,7 +227,8 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 def _evenly_spaced(indices: Sequence[int], count: int) -> list[int]:
     """Return at most ``count`` of the indices, evenly spaced from the first to the last."""
-    positions = np.linspace(0, len(indices) - 1, min(count, len(indices))).astype(int)
+    count = min(count, len(indices))
+    positions = np.linspace(0, len(indices) - 1, count).astype(int)
     return [int(indices[position]) for position in positions]
 
 
@@ -259,11 +262,13 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
         return None
     if first_label == 0:
         first_label = min(_CONTEXT_OF_PLAIN_TEXT, end // 2)
-    return tokens[: first_label + 1].tolist(), tokens[first_label + 1 : end + 1].tolist()
+    prompt = tokens[: first_label + 1]
+    answer = tokens[first_label + 1 : end + 1]
+    return prompt.tolist(), answer.tolist()
 
 
-def _lack_for_answers(model: Any, tokenizer: Any) -> str | None:
-    """Return what a model or tokenizer of the user's own, which need not generate, lacks for it; None if nothing."""
+def _answers_obstacle(model: Any, tokenizer: Any) -> str | None:
+    """Return why a model or tokenizer of the user's own, which need not generate, gives no answers; None if it does."""
     if not isinstance(model, TransformerDecoder):
         return f"{type(model).__name__} is not a TransformerDecoder, and others do not generate"
     for name in ("decode", "stop_tokens"):
@@ -272,7 +277,7 @@ def _lack_for_answers(model: Any, tokenizer: Any) -> str | None:
     return None
 
 
-def _digest(row: Any) -> str:
+def _row_digest(row: Any) -> str:
     """Return a digest of a row's tokens and labels; for a pack, of all its documents."""
     digest = hashlib.sha256()
     documents = row if isinstance(row, list) else [row]

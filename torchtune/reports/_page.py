@@ -89,7 +89,8 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
 
     shown_metrics = [name for name in metrics if name not in _HIDDEN]
     histogram = None
-    lengths = run.start.get("data", {}).get("dataset", {}).get("lengths")
+    training_data = run.start.get("data", {}).get("dataset", {})
+    lengths = training_data.get("lengths")
     if lengths:
         histogram = bar_chart("Length of rows", lengths["counts"], lengths["edges"], "tokens")
     write_page(
@@ -108,7 +109,9 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
 
 def _answers_before_and_after(run: RunFolder) -> list[dict[str, Any]]:
     """Return the answers before training, each with the answer to the same prompt after it."""
-    answers_after = {answer["prompt"]: answer["answer"] for answer in run.measured("after").get("answers", [])}
+    answers_after = {}
+    for answer in run.measured("after").get("answers", []):
+        answers_after[answer["prompt"]] = answer["answer"]
     answers = []
     for answer in run.measured("before").get("answers", []):
         answers.append({**answer, "after": answers_after.get(answer["prompt"])})
@@ -139,13 +142,15 @@ def environment(*, autoescape: bool) -> jinja2.Environment:
 
 def _quote_code(value: Any) -> str:
     """Return a value as code in a table of Markdown."""
-    text = " ".join(str(value).split()).replace("`", "'").replace("|", "\\|")
+    text = " ".join(str(value).split())  # a line break would end the row
+    text = text.replace("`", "'").replace("|", "\\|")
     return f"`{text[:300]}`"
 
 
 def _quote_text(value: Any) -> str:
     """Return a value as text of Markdown, with the characters escaped that would format it."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", " ".join(str(value).split()))
+    text = " ".join(str(value).split())
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", text)
 
 
 def _charts(run: RunFolder, metrics: list[str], estimated_gib: float | None) -> list[dict[str, Any]]:
@@ -263,8 +268,13 @@ def _axis(values: Sequence[float], margin: float = 0.0) -> dict[str, Any]:
         bottom = max(bottom, 0.0)
     # The smallest round step of which four reach from one end to the other; the last factor, 10, always does.
     magnitude = 10 ** math.floor(math.log10((top - bottom) / 4))
-    step = next(magnitude * factor for factor in _ROUND_FACTORS if 4 * magnitude * factor >= top - bottom)
-    ticks = [step * number for number in range(math.ceil(bottom / step), math.floor(top / step) + 1)]
+    for factor in _ROUND_FACTORS:
+        step = magnitude * factor
+        if 4 * step >= top - bottom:
+            break
+    first_tick = math.ceil(bottom / step)
+    last_tick = math.floor(top / step)
+    ticks = [step * number for number in range(first_tick, last_tick + 1)]
     return {"low": bottom, "high": top, "ticks": ticks}
 
 
