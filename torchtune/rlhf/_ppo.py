@@ -155,7 +155,8 @@ def ppo_advantages(
         dims: parallel dims; all ranks must call this function, which computes means and variances over all ranks.
     """
     # Whitening and the metrics are over the answers of all ranks: [n, r] now has the rows of every rank.
-    rows, start = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
+    local_rows = {**tokens._asdict(), "scores": scored.rewards[:, 0]}
+    rows, start = _gather_rows(local_rows, dims)
     mask = rows["mask"]
     values = rows["values"]
     scores = rows["scores"]

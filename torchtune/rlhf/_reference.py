@@ -109,8 +109,9 @@ class Reference:
                 return ReferenceScores(log_probs)
             mismatched_log_probs = score_documents(self._loss, model, mismatched, self._dims)
         with evaluating(self._policy):
-            log_ratios = score_documents(self._loss, self._policy, mismatched, self._dims) - mismatched_log_probs
-        if self._dims.world_size == 1:  # the host does not wait for the device
+            policy_log_probs = score_documents(self._loss, self._policy, mismatched, self._dims)
+        log_ratios = policy_log_probs - mismatched_log_probs  # [n]
+        if self._dims.world_size == 1:  # without an exchange, so that the host does not wait for the device
             return ReferenceScores(log_probs, log_ratios.mean())
         # The mean over all ranks, so that the loss does not depend on their number.
         (total, num_documents), _ = self._dims.exchange([log_ratios.sum(), len(log_ratios)])
@@ -207,10 +208,11 @@ def load_reference(
         raise not_needed_error("ref_checkpointer", loss)
     reference_source = checkpointer.source("reference")
     policy_source = checkpointer.source("policy")
-    check_same_tokenizer(Path(reference_source.checkpoint_dir), Path(policy_source.checkpoint_dir), "ref_checkpointer")
+    reference_folder = Path(reference_source.checkpoint_dir)
+    check_same_tokenizer(reference_folder, Path(policy_source.checkpoint_dir), "ref_checkpointer")
     is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
     if is_teacher:
-        check_new_tokens(tokenizer, Path(reference_source.checkpoint_dir), "ref_checkpointer", "teacher")
+        check_new_tokens(tokenizer, reference_folder, "ref_checkpointer", "teacher")
         warn_if_same_weights(reference_source, policy_source, "ref_checkpointer")
     reference = load("reference").requires_grad_(False).eval()
     reference_vocab_size = reference.tok_embeddings.weight.shape[0]
@@ -266,6 +268,7 @@ def score_documents(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: Para
 
 def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
     """Return whether only adapters are trained and their outputs are 0."""
+    # What is left in the set are trained parameters that switching off the adapters would not undo.
     other_trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changes_outputs = False
     for _, module in adapter_modules(model):

@@ -228,8 +228,9 @@ def _cached_log_probs(
         )
     if "chosen_input_ids" not in data[0]:
         raise CacheError("reference_cache: it keeps log-probs of pairs, which these data are not: set it to null.")
-    key = hashlib.sha256(repr((data.fingerprint, len(data), model_fingerprint)).encode()).hexdigest()[:16]
-    path = folder / f"reference_{key}.safetensors"
+    # The file's name is a digest of all that the log-probs depend on: another run finds a file of its own.
+    key = hashlib.sha256(repr((data.fingerprint, len(data), model_fingerprint)).encode())
+    path = folder / f"reference_{key.hexdigest()[:16]}.safetensors"
     log_probs = _read_log_probs(path, len(data))  # [rows, 2]
     visited = loader.visited_indices(epochs)
     missing = visited[np.isnan(log_probs[visited]).any(axis=1)]
@@ -253,7 +254,7 @@ def _read_log_probs(path: Path, num_rows: int) -> np.ndarray:
     try:
         with safe_open(path, framework="np") as file:
             log_probs = file.get_tensor("log_probs")
-            checksum = (file.metadata() or {}).get("crc32")
+            checksum = (file.metadata() or {}).get("crc32")  # files of earlier releases have none
     except (OSError, SafetensorError) as error:
         raise CacheError(f"{path}: it cannot be read ({error}): delete it, and it is computed again.") from error
     if log_probs.shape != (num_rows, 2):
@@ -451,8 +452,8 @@ class TeacherCache:
         self.folder = folder
         self._num_rows = len(data)
         self._k = k
-        # Through JSON, because it is compared with what was read from the file.
-        self._key = json.loads(json.dumps({**key, "data (rows, template, masks)": [self._num_rows, data.fingerprint]}))
+        full_key = {**key, "data (rows, template, masks)": [self._num_rows, data.fingerprint]}
+        self._key = json.loads(json.dumps(full_key))  # as it is read from the file: tuples are lists there
         self._files: tuple[np.ndarray, np.ndarray] | None = None  # tokens and log-probs, memory-mapped when read
         if (folder / _KEY_FILE).exists():
             self._check_key()
@@ -483,8 +484,11 @@ class TeacherCache:
             return
         changes = []
         for name in changed:
-            is_short = len(str(key[name])) < 20  # fingerprints tell a reader nothing
-            changes.append(f"{name} (was {key[name]}, is {self._key[name]})" if is_short else name)
+            is_fingerprint = len(str(key[name])) >= 20  # which tells a reader nothing
+            if is_fingerprint:
+                changes.append(name)
+            else:
+                changes.append(f"{name} (was {key[name]}, is {self._key[name]})")
         raise CacheError(
             f"teacher_cache: {self.folder} was filled for a run that differs in {', '.join(changes)}: set it to a new "
             "folder, or delete this one."
@@ -503,12 +507,12 @@ class TeacherCache:
             log_probs_size = (self.folder / _LOG_PROBS_FILE).stat().st_size
         except (OSError, ValueError, KeyError, EOFError, zlib.error, BadZipFile) as error:
             raise CacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
-        num_positions = int(self.offsets[1:][self._is_cached].max(initial=0))  # the end of the last cached row
-        if (
-            len(self._is_cached) != self._num_rows
-            or tokens_size < _VALUE_BYTES * num_positions * self._k
-            or log_probs_size < _VALUE_BYTES * num_positions * (self._k + 1)
-        ):
+        ends = self.offsets[1:]
+        num_positions = int(ends[self._is_cached].max(initial=0))  # up to the end of the last cached row
+        lacks_rows = len(self._is_cached) != self._num_rows
+        lacks_tokens = tokens_size < _VALUE_BYTES * num_positions * self._k
+        lacks_log_probs = log_probs_size < _VALUE_BYTES * num_positions * (self._k + 1)
+        if lacks_rows or lacks_tokens or lacks_log_probs:
             raise CacheError(f"{self.folder}: its files are too short, so a part of it is lost: delete it.")
 
     def missing(self, rows: np.ndarray) -> np.ndarray:
@@ -594,9 +598,9 @@ class TeacherCache:
     def read(self, positions: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens, int32 ``[n, k]``, and log-probs, float32 ``[n, k + 1]``, at positions ``[n]``."""
         if self._files is None:
-            tokens = np.memmap(self.folder / _TOKENS_FILE, np.int32, "r").reshape(-1, self._k)
-            log_probs = np.memmap(self.folder / _LOG_PROBS_FILE, np.float32, "r").reshape(-1, self._k + 1)
-            self._files = (tokens, log_probs)
+            tokens = np.memmap(self.folder / _TOKENS_FILE, np.int32, "r")
+            log_probs = np.memmap(self.folder / _LOG_PROBS_FILE, np.float32, "r")
+            self._files = (tokens.reshape(-1, self._k), log_probs.reshape(-1, self._k + 1))
         tokens, log_probs = self._files
         return tokens[positions], log_probs[positions]
 
@@ -604,9 +608,9 @@ class TeacherCache:
 def _write_at(file: BinaryIO, positions: np.ndarray, values: np.ndarray) -> None:
     """Write values ``[n, width]`` of 4 bytes at their positions ``[n]``, adjacent positions in one write."""
     bytes_per_position = _VALUE_BYTES * values.shape[1]
-    run_starts = np.flatnonzero(np.diff(positions) != 1) + 1
+    run_starts = np.flatnonzero(np.diff(positions) != 1) + 1  # where a run of adjacent positions begins
     for run in np.split(np.arange(len(positions)), run_starts):
-        if len(run):
+        if len(run):  # there is one empty run if there are no positions
             file.seek(int(positions[run[0]]) * bytes_per_position)
             file.write(values[run].tobytes())
 
@@ -660,7 +664,10 @@ def use_cache(
         num_labels = int(is_labeled.sum())
         if num_labels:
             # The labels of a batch are in the order of its rows, and so are the values of a row in the cache.
-            label_positions = torch.cat([torch.arange(cache.offsets[row], cache.offsets[row + 1]) for row in rows])
+            row_positions = []
+            for row in rows:
+                row_positions.append(torch.arange(cache.offsets[row], cache.offsets[row + 1]))
+            label_positions = torch.cat(row_positions)
             if len(label_positions) != num_labels:
                 raise DataError(
                     f"collate_fn: it makes {num_labels} labels of {len(label_positions)}, so nobody can tell which of "
@@ -708,6 +715,7 @@ def _compute_missing(
                 tokens.cpu().numpy().astype(np.int32),
                 log_probs.cpu().numpy().astype(np.float32),
             )
+            # All ranks take part in the collective, although only the first one writes.
             for rank_values in dims.gather(local_values):
                 if dims.is_main:
                     write(*rank_values)

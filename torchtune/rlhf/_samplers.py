@@ -79,6 +79,8 @@ class LocalSampler:
         2
     """
 
+    takes_images = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -96,8 +98,6 @@ class LocalSampler:
         self.temperature = temperature
         self.max_sequences = max_sequences
 
-    takes_images = True
-
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],
@@ -111,7 +111,7 @@ class LocalSampler:
         """
         device = self.model.tok_embeddings.weight.device
         draws = None
-        temperature = 0.0
+        temperature = 0.0  # greedy
         if seeds is not None:
             # An answer depends on its seed and its number in the group alone, not on the other prompts of a batch.
             keys = []
@@ -123,9 +123,10 @@ class LocalSampler:
         row_images = None
         if images is not None:
             row_images = [images_of_row(prompt_images, device) for prompt_images in images]
+        prompt_tensors = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in prompts]
         generated = generate_tokens(
             self.model,
-            [torch.as_tensor(prompt, dtype=torch.int64, device=device) for prompt in prompts],
+            [prompt.to(device) for prompt in prompt_tensors],
             max_new_tokens=self.max_new_tokens,
             num_samples=num_samples,
             temperature=temperature,
@@ -135,16 +136,16 @@ class LocalSampler:
             images=row_images,
         )
         rollouts = []
-        for index, (answer, log_probs) in enumerate(zip(generated.tokens, generated.log_probs, strict=True)):
+        for index, answer in enumerate(generated.tokens):
             group = index // num_samples
-            prompt = torch.as_tensor(prompts[group], dtype=torch.int64)
+            prompt = prompt_tensors[group]
             answer = answer.cpu()
             rollout = Rollout(
-                tokens=torch.cat([prompt, answer]),
+                tokens=torch.cat([prompt.cpu(), answer]),
                 prompt_len=len(prompt),
-                log_probs=log_probs.float().cpu(),
+                log_probs=generated.log_probs[index].float().cpu(),
                 finished=int(answer[-1]) in self.stop_tokens,
-                images=images[group] if images else {},
+                images={} if images is None else images[group],
             )
             rollouts.append(rollout)
         return rollouts
@@ -175,8 +176,10 @@ def check_stop_tokens(stop_tokens: Sequence[int] | None, tokenizer: Any, model: 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Return whether the model is tensor parallel."""
-    meshes = [weight.device_mesh for weight in model.parameters() if isinstance(weight, DTensor)]
-    return any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    for weight in model.parameters():
+        if isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ()):
+            return True
+    return False
 
 
 class ServerSampler:
@@ -273,15 +276,19 @@ class ServerSampler:
         urls = [url] if isinstance(url, str) else url
         if not urls:
             raise RolloutError("sampler.url is empty: give the url of a server, or of several.")
-        self._servers = []
+        model_name = model_name or checkpoint_dir
+        self._servers: list[Server] = []
         for server_url in urls:
-            self._servers.append(
-                make_server(server, server_url, model_name or checkpoint_dir, settings, Path(checkpoint_dir), tokenizer)
-            )
+            self._servers.append(make_server(server, server_url, model_name, settings, Path(checkpoint_dir), tokenizer))
         self._urls = ", ".join(endpoint.url for endpoint in self._servers)
         self.gives_log_probs = self._servers[0].gives_log_probs  # all servers are of one kind
+
+        def check_servers() -> None:
+            for endpoint in self._servers:
+                endpoint.check()
+
         self._ranks = Ranks(RolloutError)
-        self._ranks.run_on_rank_0(self._check_servers)
+        self._ranks.run_on_rank_0(check_servers)
 
         weights_folder = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
         self._store = CheckpointStore(
@@ -295,15 +302,11 @@ class ServerSampler:
             finalize(self, shutil.rmtree, weights_folder, ignore_errors=True)
         self._loaded_fingerprint: list[int] | None = None
         self._num_saves = 0
-        self._num_dropped = 0
+        self._has_dropped = False
         self._lock = threading.Lock()  # one request at a time waits for a server that restarts
         self._is_distribution_checked = max_difference is None
         self._lost: set[str] = set()  # URLs of servers that failed to reply since the last weights
         self._send_weights()
-
-    def _check_servers(self) -> None:
-        for server in self._servers:
-            server.check()
 
     def _send_weights(self) -> None:
         """Save the weights if they have changed, and let the servers load them."""
@@ -325,8 +328,10 @@ class ServerSampler:
         """Let all servers load the weights concurrently; return the model's name and the servers that do not reply."""
 
         def load(server: Server) -> None:
+            # A server that was lost has restarted, and has no previous weights.
+            unloaded = None if server.url in self._lost else previous
             try:
-                server.load_weights(self._path, None if server.url in self._lost else previous)
+                server.load_weights(self._path, unloaded)
                 self._lost.discard(server.url)
             except NoReplyError as error:
                 if previous is None:  # before training: end the run early
@@ -362,11 +367,12 @@ class ServerSampler:
     def _sample(self, first: Server, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
         """Sample answers to a prompt; use another server if ``first`` does not reply, or retry after its restart."""
         for server in (first, *self._servers):
-            if server.url not in self._lost:
-                try:
-                    return server.sample(prompt, num_samples, seed)
-                except NoReplyError as error:
-                    self._lose(server, error)
+            if server.url in self._lost:
+                continue
+            try:
+                return server.sample(prompt, num_samples, seed)
+            except NoReplyError as error:
+                self._lose(server, error)
         with self._lock:
             if first.url in self._lost:  # another request may have waited for it meanwhile
                 self._wait_for(first)
@@ -390,34 +396,33 @@ class ServerSampler:
                     rollouts.extend(future.result())
             finally:  # after an error, no more requests
                 pool.shutdown(wait=False, cancel_futures=True)
-        self._count_dropped(rollouts)
+        # Dropped answers are empty; the first ones are logged, the metric answers/dropped counts all.
+        num_dropped = sum(not rollout.answer for rollout in rollouts)
+        if num_dropped and not self._has_dropped:
+            self._has_dropped = True
+            get_logger().warning(
+                f"{num_dropped} of {len(rollouts)} answers are dropped, as their texts do not become the tokens that "
+                "the server sampled; answers/dropped counts them."
+            )
         if seeds is None:  # greedy answers are no samples
             return rollouts
         if self.gives_log_probs and self.max_difference is not None:
             compared = []
+            num_compared = min(num_samples, _NUM_COMPARED)
             for group in range(min(len(self._servers), len(prompts))):  # a prompt of each server
                 first = group * num_samples
-                compared += rollouts[first : first + min(num_samples, _NUM_COMPARED)]
+                compared += rollouts[first : first + num_compared]
             self._check_log_probs(compared)
         if not self._is_distribution_checked:
             self._is_distribution_checked = True
             self._check_distribution(rollouts)
         return rollouts
 
-    def _count_dropped(self, rollouts: list[Rollout]) -> None:
-        """Warn of the first answers that are dropped; dropped answers are empty."""
-        dropped = sum(not rollout.answer for rollout in rollouts)
-        if dropped and not self._num_dropped:
-            get_logger().warning(
-                f"{dropped} of {len(rollouts)} answers are dropped, as their texts do not become the tokens that the "
-                "server sampled; answers/dropped counts them."
-            )
-        self._num_dropped += dropped
-
     @torch.no_grad()
     def _evaluate(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return the model's log-probs and entropies at answer tokens, and the server's log-probs, ``[t]`` each."""
-        batch = collate_rollouts(rollouts, [0.0] * len(rollouts)).to(self.model.tok_embeddings.weight.device)
+        device = self.model.tok_embeddings.weight.device
+        batch = collate_rollouts(rollouts, advantages=[0.0] * len(rollouts)).to(device)  # advantages are not read
         is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         with evaluating(self.model):
             hidden = self.model(**batch.model_inputs(), output="hidden")

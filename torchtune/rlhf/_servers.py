@@ -73,7 +73,8 @@ def post_json(
             text = _read_body(reply, url, deadline, most_bytes)
     except urllib.error.HTTPError as error:
         # A server that restarts is not ready yet, or does not yet have the requested model.
-        is_restarting = error.code in (502, 503) or (error.code == 404 and url.endswith("/completions"))
+        lacks_model = error.code == 404 and url.endswith("/completions")
+        is_restarting = error.code in (502, 503) or lacks_model
         error_class = NoReplyError if is_restarting else RolloutError
         raise error_class(f"The server replies to {url} with {error.code} {_describe_http_error(error)}") from error
     except TimeoutError as error:
@@ -86,8 +87,10 @@ def post_json(
         raise _invalid_url_error(url) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise NoReplyError(f"The connection to {url} broke ({error!r:.200}): look at the server's log.") from error
+    if not reads_json:
+        return text.decode(errors="replace")
     try:
-        return json.loads(text) if reads_json else text.decode(errors="replace")
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
 
@@ -132,7 +135,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Return None, so that a redirect is raised as an error."""
 
 
-@functools.cache
+@functools.cache  # it may load the certificates of all authorities
 def _opener() -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(_NoRedirects)
 
@@ -199,6 +202,7 @@ class Server(ABC):
     def _request_completions(self, body: dict[str, Any], prompt: Sequence[int], num_samples: int) -> dict[str, Any]:
         """Send a request and return the reply; check that it has the right model and ``num_samples`` choices."""
         url = f"{self.url}/completions"
+        # Some servers repeat the prompt in every answer.
         answer_bytes = _TOKEN_BYTES * self.settings.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
         most_bytes = _REPLY_BYTES + num_samples * answer_bytes
         reply = post_json(url, body, timeout=self.settings.timeout, most_bytes=most_bytes)
@@ -234,7 +238,9 @@ def _format_value(value: Any) -> str:
 
 def _as_dict(value: Any) -> dict[str, Any]:
     """Return a dict of a reply; empty for any other value, which a server should not send."""
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 class VLLMServer(Server):
@@ -264,8 +270,10 @@ class VLLMServer(Server):
         """Check the server, see :class:`Server`."""
         reply = post_json(f"{self.url}/models", None, timeout=self.settings.timeout)
         models = _as_dict(reply).get("data")
+        if not isinstance(models, list):
+            models = []
         names = []
-        for model in models if isinstance(models, list) else []:
+        for model in models:
             name = _as_dict(model).get("id")
             if isinstance(name, str):
                 names.append(name)
@@ -277,8 +285,9 @@ class VLLMServer(Server):
 
     def load_weights(self, folder: Path, previous: Path | None) -> None:
         """Load weights, see :class:`Server`."""
+        is_adapter = (folder / "adapter_config.json").exists()
         try:
-            if (folder / "adapter_config.json").exists():
+            if is_adapter:
                 self._load_adapter(folder, previous)
             else:
                 self._reload_weights(folder)
@@ -286,6 +295,7 @@ class VLLMServer(Server):
             raise type(error)(f"The server takes no new weights: {self._start_hint} ({error})") from error
 
     def _load_adapter(self, folder: Path, previous: Path | None) -> None:
+        """Load an adapter under a new name, which requests then ask for, and unload the previous one."""
         self.model_name = _adapter_name(folder)
         try:
             self._post_control("/v1/load_lora_adapter", {"lora_name": self.model_name, "lora_path": str(folder)})
@@ -297,6 +307,7 @@ class VLLMServer(Server):
             self._post_control("/v1/unload_lora_adapter", {"lora_name": _adapter_name(previous)})
 
     def _reload_weights(self, folder: Path) -> None:
+        """Reload all weights, under the name that the model has on the server."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._post_control("/collective_rpc", body)
         # The cached keys and values of prompts are of the previous weights.
@@ -349,16 +360,15 @@ class VLLMServer(Server):
             )
         self._check_count(len(tokens))
         vocab_size = self.settings.vocab_size
-        invalid = [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RolloutError(
+                    f"{self.url} reads or writes other tokens than this model ({_format_value(token)} is no token id "
+                    f"below {vocab_size}): it serves another one."
+                )
         prompt_tokens = choice.get("prompt_token_ids")
-        has_other_prompt = prompt_tokens is not None and prompt_tokens != list(prompt)
-        if invalid or has_other_prompt:
-            example = ""
-            if invalid:
-                example = f" ({_format_value(invalid[0])} is no token id below {vocab_size})"
-            raise RolloutError(
-                f"{self.url} reads or writes other tokens than this model{example}: it serves another one."
-            )
+        if prompt_tokens is not None and prompt_tokens != list(prompt):
+            raise RolloutError(f"{self.url} reads or writes other tokens than this model: it serves another one.")
         for value in log_probs:
             if type(value) not in (int, float) or not _LEAST_LOG_PROB < value <= MOST_LOG_PROB:
                 raise RolloutError(
@@ -418,6 +428,7 @@ class TransformersServer(Server):
             raise RolloutError(f"The server did not load {folder} ({reply.strip()[-300:]}): it has to see this folder.")
 
     def _generation_config(self) -> dict[str, Any]:
+        """Return settings that sample from the whole distribution at the temperature, up to the stop token."""
         return {
             "do_sample": True,
             "temperature": self.settings.temperature,
@@ -431,9 +442,10 @@ class TransformersServer(Server):
 
     def sample(self, prompt: Sequence[int], num_samples: int, seed: int | None) -> list[Rollout]:
         """Sample answers, see :class:`Server`."""
-        return [self._sample_one(prompt, seed, number) for number in range(num_samples)]
+        return [self._sample_answer(prompt, seed, number) for number in range(num_samples)]
 
-    def _sample_one(self, prompt: Sequence[int], seed: int | None, number: int) -> Rollout:
+    def _sample_answer(self, prompt: Sequence[int], seed: int | None, number: int) -> Rollout:
+        """Sample the answer with this number to a prompt, by a request of its own."""
         text_tokens = list(prompt)
         num_bos = len(self._bos_tokens)
         if text_tokens[:num_bos] == self._bos_tokens:  # the server adds them
@@ -448,6 +460,7 @@ class TransformersServer(Server):
         if seed is not None:
             body["seed"] = (seed + number) & _MOST_SEED
         reply = self._request_completions(body, prompt, 1)
+        # The numbers of tokens show whether the text became the same tokens on the server.
         usage = _as_dict(reply.get("usage"))
         num_prompt_tokens = usage.get("prompt_tokens")
         num_sampled = usage.get("completion_tokens")
@@ -487,9 +500,11 @@ class TransformersServer(Server):
 def make_server(
     kind: str, url: str, model_name: str, settings: RequestSettings, checkpoint_dir: Path, tokenizer: Any
 ) -> Server:
+    """Build a server by its kind, ``vllm`` or ``transformers``. Raises :class:`RolloutError` for another kind."""
     if kind == "vllm":
         return VLLMServer(url, model_name, settings)
     if kind == "transformers":
+        # A text does not show which token ended it, so only one can be appended when it is tokenized again.
         stop_token = getattr(tokenizer, "eos_id", None)
         if stop_token not in settings.stop_tokens:
             stop_token = settings.stop_tokens[0]

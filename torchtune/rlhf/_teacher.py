@@ -125,8 +125,9 @@ def check_teacher(checkpointer: Any, tokenizer: Any = None) -> None:
     """
     teacher = checkpointer.source("teacher")
     student = checkpointer.source("policy")
-    check_same_tokenizer(Path(teacher.checkpoint_dir), Path(student.checkpoint_dir))
-    check_new_tokens(tokenizer, Path(teacher.checkpoint_dir), "teacher_checkpointer", "teacher")
+    teacher_folder = Path(teacher.checkpoint_dir)
+    check_same_tokenizer(teacher_folder, Path(student.checkpoint_dir))
+    check_new_tokens(tokenizer, teacher_folder, "teacher_checkpointer", "teacher")
     warn_if_same_weights(teacher, student, "teacher_checkpointer")
 
 
@@ -151,7 +152,9 @@ def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
             f"kd_loss: it ignores the label {ignored_label}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without "
             "one: leave out ignore_index."
         )
-    return compile_loss(loss) if compile else loss
+    if compile:
+        return compile_loss(loss)
+    return loss
 
 
 def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_checkpointer") -> None:
@@ -165,7 +168,10 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
     Raises:
         TeacherError: the tokenizers differ.
     """
-    in_both = [name for name in _TOKENIZER_FILES if (teacher / name).is_file() and (student / name).is_file()]
+    in_both = []
+    for name in _TOKENIZER_FILES:
+        if (teacher / name).is_file() and (student / name).is_file():
+            in_both.append(name)
     if not in_both:
         message = f"No tokenizer file is in both {teacher} and {student}: make sure that the two have one tokenizer."
         log_rank_zero(get_logger(), message)
@@ -216,7 +222,9 @@ def _read_vocabulary(path: Path) -> dict[int, str]:
         lines = path.read_bytes().decode("latin-1").split("\n")
         return dict(enumerate(lines))
     content = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = content["model"]["vocab"] if "model" in content else content
+    vocabulary = content  # vocab.json
+    if "model" in content:  # tokenizer.json
+        vocabulary = content["model"]["vocab"]
     if isinstance(vocabulary, list):  # Unigram: tokens with scores
         return {token_id: token for token_id, (token, _) in enumerate(vocabulary)}
     return {token_id: token for token, token_id in vocabulary.items()}

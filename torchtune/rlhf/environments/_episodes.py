@@ -198,11 +198,11 @@ class Environments:
 
     def _conversation(self, number: int, prompt: Prompt) -> Conversation:
         """Begin the conversation of a prompt, without an environment yet."""
-        name = None
-        if None not in self._kinds:
-            name = prompt.row.get("environment")
+        name = None  # of the only kind
         if prompt.is_blank:
-            name = next(iter(self._kinds))
+            name = next(iter(self._kinds))  # any kind: the episode ends before it begins
+        elif None not in self._kinds:
+            name = prompt.row.get("environment")
         if name not in self._kinds:
             raise RolloutError(
                 f"dataset: row {prompt.number} names the environment {name!r}: the column 'environment' must be one of "
@@ -227,7 +227,7 @@ class Environments:
             if seeds is not None:
                 seed = seeds[conversation.number // num_samples]
             tasks.append((conversation, Task(self._timeout, reset, conversation, seed)))
-        # By prompt and observation: the rows of a group share their images.
+        # By prompt and observation: the episodes of a group share their images, which are read once.
         rendered: dict[tuple[int, str], tuple[list[int], Mapping[str, Any], str]] = {}
         for conversation, task in tasks:
             observation = self._wait(conversation, task)
@@ -294,11 +294,14 @@ class Environments:
         pending = _PendingTurns(len(conversations))
 
         # The prompt of a group is prefilled once if the observations of its environments are equal.
-        are_equal = all(
-            conversation.has_same_prompt(conversations[conversation.number // num_samples * num_samples])
-            for conversation in conversations
-        )
-        first_turns = conversations[::num_samples] if are_equal else conversations
+        are_equal = True
+        for conversation in conversations:
+            group = conversation.number // num_samples
+            first_of_group = conversations[group * num_samples]
+            are_equal = are_equal and conversation.has_same_prompt(first_of_group)
+        first_turns = conversations
+        if are_equal:
+            first_turns = conversations[::num_samples]
         prompts = []
         for conversation in first_turns:
             # Longer prompts belong to episodes that have ended, whose token is not used.
@@ -318,14 +321,17 @@ class Environments:
         )
         stop_tokens = set(sampler.stop_tokens)
         for sampled in steps:
-            rows = zip(sampled.rows.tolist(), sampled.tokens.tolist(), sampled.log_probs.tolist(), strict=True)
-            for row, token, log_prob in rows:
+            rows = sampled.rows.tolist()
+            tokens = sampled.tokens.tolist()
+            log_probs = sampled.log_probs.tolist()
+            for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
                 conversation = conversations[row % len(conversations)]
                 if conversation.end is not None:  # it ended before its first turn, but has a slot for one token
                     continue
                 conversation.append([token], [log_prob], is_sampled=True)
                 is_stopped = token in stop_tokens
-                if is_stopped or len(conversation.tokens) - conversation.turn_start == conversation.limit:
+                is_at_limit = len(conversation.tokens) - conversation.turn_start == conversation.limit
+                if is_stopped or is_at_limit:
                     turn = self._end_turn(conversation, is_stopped, due_step=pending.step + _STEPS_FOR_TOOLS)
                     if turn is not None:
                         pending.turns.append(turn)
@@ -367,7 +373,8 @@ class Environments:
         tokens = conversation.tokens[conversation.turn_start :]
         conversation.history.append(Turn(tokens, [], []))
         if not is_stopped:
-            conversation.end = "max_tokens" if len(tokens) == self._sampler.max_new_tokens else "context"
+            is_longest = len(tokens) == self._sampler.max_new_tokens
+            conversation.end = "max_tokens" if is_longest else "context"
             return None
         schemas = conversation.kind.schemas
         calls: list[ToolCall] = []
@@ -379,7 +386,8 @@ class Environments:
             except CallError as error:
                 mistake = str(error)
             for call in calls:
-                mistake = mistake or check_call(call, schemas)
+                if mistake is None:
+                    mistake = check_call(call, schemas)
         if mistake is not None:
             conversation.errors += 1
             if conversation.turns == self._max_turns:

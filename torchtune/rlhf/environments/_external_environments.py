@@ -35,7 +35,9 @@ class OpenEnv:
         self._tools = self._request("tools/list")["tools"]
 
     def _request(self, method: str, **params: Any) -> Any:
-        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, **self._session}}
+        """Call a JSON-RPC method of the server, and return its result."""
+        params |= self._session
+        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         reply = post_json(self._url, body, timeout=self._timeout)
         if not isinstance(reply, Mapping) or reply.get("result") is None:
             raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is no result.")
@@ -63,6 +65,7 @@ class OpenEnv:
         return partial(self._call, name)
 
     def _call(self, tool: str, **arguments: Any) -> Any:
+        """Call a tool, and return its structured data if the server gives some, otherwise the whole result."""
         result = self._request("tools/call", name=tool, arguments=arguments)
         if isinstance(result, Mapping) and "data" in result:
             return result["data"]
@@ -117,6 +120,7 @@ class OpenEnvGym:
         return self._send("step", action)
 
     def _send(self, kind: str, data: Mapping[str, Any]) -> str:
+        """Send a message, note reward and end of the reply, and return its observation as JSON."""
         self._socket.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(self._socket.recv(timeout=self._timeout))
         if reply["type"] == "error":
@@ -186,6 +190,7 @@ class Gymnasium:
         return self._text(observation)
 
     def _text(self, observation: Any) -> str:
+        """Return the observation, or the rendered environment, without colors."""
         if self._env.render_mode == "ansi":
             observation = self._env.render()
         # Terminal colors mark a position: brackets take their place.
@@ -236,6 +241,7 @@ class TextArena:
         return self._text()
 
     def _text(self) -> str:
+        """Return the messages to the player since its last move."""
         _, observation = self._env.get_observation()  # of the player, (sender, message, type) each
         return "\n".join(message for _, message, _ in observation)
 

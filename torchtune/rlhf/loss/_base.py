@@ -231,7 +231,9 @@ def total_and_metrics(
     num_terms = counts.sum()
     metrics = {}
     for name, values in terms.items():
-        metrics[name] = (torch.where(counts, values.detach().float(), 0.0).sum(), num_terms)
+        # Selected, not multiplied by 0: a filler's metric may be NaN.
+        counted = torch.where(counts, values.detach().float(), 0.0)
+        metrics[name] = (counted.sum(), num_terms)
     return loss.total(losses, counts, weights), metrics
 
 
