@@ -61,7 +61,8 @@ class AnswerFile:
         ranks: Ranks | None = None,
     ) -> None:
         self.path = Path(path)
-        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        settings_text = json.dumps(settings, sort_keys=True, default=str)
+        self._digest = hashlib.sha256(settings_text.encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
         self._file: BinaryIO | None = None
         if ranks is None:
@@ -134,7 +135,9 @@ class AnswerFile:
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    """Return a line of the file; lone surrogates of an answer become question marks."""
+    text = json.dumps(row, ensure_ascii=False)
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 # Prompts per continuous batch, for each of its sequences.
@@ -158,12 +161,13 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         >>> before == torchtune.generation.model_digest(model, tokenizer)
         False
     """
+    description = getattr(model, "description", None)  # a user's model may lack it
     layers = [type_before_fsdp(module).__qualname__ for module in model.modules()]
-    digest = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    digest = hashlib.sha256(repr((description, layers)).encode())
     checksums_by_name = checksum_parameters(model)
     for name, parameter in model.named_parameters():
-        checksums = checksums_by_name[name]
-        digest.update(repr((name, str(parameter.dtype), list(parameter.shape), checksums)).encode())
+        facts = (name, str(parameter.dtype), list(parameter.shape), checksums_by_name[name])
+        digest.update(repr(facts).encode())
     transform = getattr(tokenizer, "transform_image", None)
     image_settings = None if transform is None else vars(transform)
     digest.update(Fingerprint({"tokenizer": tokenizer, "images": image_settings}).text.encode())
@@ -239,6 +243,7 @@ def answer_prompts(
             pixel_digests[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
     for line, prompt_tokens in tokens_by_line.items():
         limits[line] = answer_limit(model, prompt_tokens, max_new_tokens, f"{source}, line {line}")
+
     settings = {
         **settings,
         "model": digest or model_digest(model, tokenizer),
@@ -257,6 +262,7 @@ def answer_prompts(
         seed = torch.seed()
         if ranks is not None:
             seed = ranks.broadcast(seed)
+
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
     is_hidden = True if ranks is not None and ranks.rank > 0 else None  # None: shown on a terminal
@@ -265,10 +271,11 @@ def answer_prompts(
         for group in _groups(waiting, max_sequences):
             images: list[dict[str, Any]] = []
             for prompt in group:
+                prompt_images = {}
                 if prompt.has_images:
-                    images.append(images_of_row(tokenize_prompt(model, tokenizer, prompt, source), device))
-                else:
-                    images.append({})
+                    row = tokenize_prompt(model, tokenizer, prompt, source)
+                    prompt_images = images_of_row(row, device)
+                images.append(prompt_images)
             draws = None
             if temperature != 0:
                 keys = [(seed, prompt.line) for prompt in group]
@@ -338,12 +345,14 @@ def stream_answers(
     with closing(steps):
         for index, tokens in _ended_sequences(steps, limits, stop):
             prompt = prompts[index]
+            answer_tokens = tokens
             if tokens[-1] in stop:
                 end = "stop"
                 answer_tokens = tokens[:-1]
+            elif len(tokens) == max_new_tokens:
+                end = "max_new_tokens"
             else:
-                end = "max_new_tokens" if len(tokens) == max_new_tokens else "context"
-                answer_tokens = tokens
+                end = "context"
             # The marks of a call are special tokens in some formats.
             options = {"skip_special_tokens": False} if prompt.expects_call else {}
             yield prompt, tokenizer.decode(answer_tokens, **options), end, len(tokens)
@@ -377,8 +386,11 @@ def tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: st
 
 
 def _pixel_digest(images: Sequence[Tensor] | Images) -> str:
+    """Return a digest of the pixels of a prompt's images, and of their shapes."""
+    if isinstance(images, Images):
+        images = [images.pixels]
     digest = hashlib.sha256()
-    for image in [images.pixels] if isinstance(images, Images) else images:
+    for image in images:
         digest.update(repr(list(image.shape)).encode())
         digest.update(image.contiguous().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
@@ -390,7 +402,9 @@ def _ended_sequences(
     """Yield (index, tokens) of each sequence when it ends, by a stop token or at its limit."""
     sequences: list[list[int]] = [[] for _ in limits]
     for step in steps:
-        for index, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+        rows = step.rows.tolist()
+        tokens = step.tokens.tolist()
+        for index, token in zip(rows, tokens, strict=True):
             sequences[index].append(token)
             if token in stop or len(sequences[index]) == limits[index]:
                 yield index, sequences[index]

@@ -177,8 +177,8 @@ def check_call(call: ToolCall, schemas: Schemas) -> str | None:
             return f"the tool '{call.name}' needs the argument '{name}'"
     for name in call.arguments:
         if name not in properties:
-            known = ", ".join(properties) or "none"
-            return f"the tool '{call.name}' has no argument '{name}', its arguments are {known}"
+            argument_names = ", ".join(properties) or "none"
+            return f"the tool '{call.name}' has no argument '{name}', its arguments are {argument_names}"
     for name, value in call.arguments.items():
         if not _fits(value, properties[name]):
             expected = properties[name].get("enum") or properties[name]["type"]
