@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import DataError, Message, collate_documents, format_content_with_images
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Message, collate_documents, format_content_with_images
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import (
     check_generates,
@@ -220,15 +220,18 @@ class HarnessModel(_harness.TemplateLM):
         with bar:
             for start in range(0, len(order), self.batch_size):
                 batch_inputs = order[start : start + self.batch_size]
-                rows = [{"tokens": list(inputs), "labels": [-100] * len(inputs)} for inputs in batch_inputs]
-                batch = collate_documents(rows).pad_to_multiple(self._multiple)
-                hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]  # [t, d]
+                rows = []
+                for inputs in batch_inputs:
+                    rows.append({"tokens": list(inputs), "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(inputs)})
+                batch = collate_documents(rows).pad_to_multiple(self._multiple).to(self.device)
+                hidden = self.decoder(**batch.model_inputs(), output="hidden")[0]  # [t, d]
                 end = 0  # of the inputs in the packed row
                 for inputs in batch_inputs:
                     end += len(inputs)
                     targets = {index: requests[index][2] for index in requests_by_inputs[inputs]}
                     longest = max(map(len, targets.values()))
-                    for index, values in self._score_targets(hidden[end - longest : end], targets).items():
+                    target_hidden = hidden[end - longest : end]  # [n, d]
+                    for index, values in self._score_targets(target_hidden, targets).items():
                         if math.isnan(values[0]):
                             raise EvaluationError(_NAN_MESSAGE)
                         results[index] = values
@@ -266,17 +269,20 @@ class HarnessModel(_harness.TemplateLM):
         if not answer:
             raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
         row = tokenize_image_question(self.torchtune_tokenizer, context, media, self.max_length + 1 - len(answer))
-        tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
-        positions = torch.arange(tokens.shape[1], device=self.device)[None]
-        inputs = images_of_batch([images_of_row(row, self.device)], [tokens.shape[1]], positions)
+        sequence = [*row["tokens"], *answer[:-1]]  # the last token is predicted and not an input
+        tokens = torch.tensor([sequence], device=self.device)  # [1, s]
+        positions = torch.arange(len(sequence), device=self.device)[None]
+        row_images = images_of_row(row, self.device)
+        inputs = images_of_batch([row_images], [len(sequence)], positions)
         self.model.eval()
-        hidden = self.model(tokens, **inputs, output="hidden")[0]
+        hidden = self.model(tokens, **inputs, output="hidden")[0]  # [s, d]
         result = self._score_targets(hidden[-len(answer) :], {0: answer})[0]
         if math.isnan(result[0]):
             raise EvaluationError(_NAN_MESSAGE)
         return result
 
     def _warn_truncated(self, count: int, total: int) -> None:
+        """Warn of sequences that lose their beginning, if there are any."""
         if count:
             get_logger().warning(
                 f"{count:,} of {total:,} sequences are longer than max_seq_length={self.max_length} and lose their "
@@ -419,9 +425,11 @@ class HarnessModel(_harness.TemplateLM):
     def _generate_image_answer(
         self, row: dict[str, Any], has_stop_text: Callable[[list[int]], bool], sampling: dict[str, Any]
     ) -> list[int]:
+        """Return the tokens of the answer to a tokenized question with images, up to a stop text."""
         answer: list[int] = []
         prompt = torch.tensor(row["tokens"], device=self.device)
-        with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:
+        images = images_of_row(row, self.device)
+        with closing(stream(self.model, prompt, **sampling, **images)) as steps:
             for token in steps:
                 answer.append(token)
                 if has_stop_text(answer):

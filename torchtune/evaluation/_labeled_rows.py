@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -154,8 +153,8 @@ def evaluate_classifier(model: TransformerDecoder, dataset: Any, *, batch_size: 
             hidden = model(**batch.model_inputs(), output="hidden")
             loss_sum, _ = loss_fn.sum_and_count(hidden, batch.labels, model.output, index=batch.label_index)
             total_loss += float(loss_sum)
-    logits = np.concatenate([logits.cpu().double().numpy() for logits, _ in outputs])  # [n, c]
-    targets = np.concatenate([targets.cpu().double().numpy() for _, targets in outputs])
+    logits = torch.cat([batch_logits.cpu().double() for batch_logits, _ in outputs]).numpy()  # [n, c]
+    targets = torch.cat([batch_targets.cpu().double() for _, batch_targets in outputs]).numpy()
     scores = classification_scores(task.problem_type, logits, targets)
     return ClassificationReport(rows=len(logits), loss=total_loss / len(logits), scores=scores)
 

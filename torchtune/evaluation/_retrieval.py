@@ -116,7 +116,10 @@ class EmbeddingSettings:
         if pooling_path.is_file():
             config = read_object(pooling_path)
             # One entry per mode, or a single entry in later releases of sentence-transformers.
-            modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
+            modes = []
+            for name, value in config.items():
+                if name.startswith("pooling_mode_") and value is True:
+                    modes.append(name)
             if "pooling_mode" in config:
                 modes.append(config["pooling_mode"])
             if modes in (["pooling_mode_mean_tokens"], ["mean"]):
@@ -229,7 +232,10 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> RetrievalData:
                 f"{path}: row {number} is {row_format.kind}: give an object with queries, corpus and relevant, or rows "
                 "of query and positive."
             )
-        query = next(row[name] for name in ("query", "anchor", "question") if isinstance(row.get(name), str))
+        for name in ("query", "anchor", "question"):  # the format says that one of them is there
+            if isinstance(row.get(name), str):
+                query = row[name]
+                break
         positive = index_of.setdefault(row["positive"], len(index_of))
         positives = relevant_of.setdefault(query, [])
         if positive not in positives:
@@ -278,7 +284,8 @@ def retrieval_scores(
         "mrr@10": float((top / ranks).amax(1).mean()),
     }
     for k in recall_at:
-        scores[f"recall@{k}"] = float((is_relevant[:, :k].sum(1).double() / num_relevant).mean())
+        recall = is_relevant[:, :k].sum(1).double() / num_relevant  # [n]
+        scores[f"recall@{k}"] = float(recall.mean())
     return scores
 
 

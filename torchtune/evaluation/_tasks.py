@@ -75,6 +75,7 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
 
 def _manager_class() -> Any:
+    """Return a subclass of lm-eval's task manager, which needs the extra."""
     base = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
 
     class Manager(base):  # type: ignore[misc, valid-type]
@@ -178,13 +179,18 @@ def evaluate_tasks(
         # Without the examples and the settings of the machine, which are large and differ from run to run.
         names = ("results", "configs", "versions", "n-shot", "n-samples")
         content = {name: evaluation[name] for name in names if name in evaluation}
+        text = json.dumps(content, indent=2, default=str) + "\n"
         with atomic_write(Path(folder) / "results.json") as file:
-            file.write((json.dumps(content, indent=2, default=str) + "\n").encode())
+            file.write(text.encode())
     results = None
     if evaluation is not None:  # lm-eval returns it on the first rank alone
-        counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
+        counts = {}  # examples of each task
+        for name, numbers in evaluation.get("n-samples", {}).items():
+            counts[name] = numbers.get("effective")
         results = TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
-    return broadcast_object(results) if is_sharded(model) else results
+    if is_sharded(model):
+        results = broadcast_object(results)
+    return results
 
 
 def _should_log(record: logging.LogRecord) -> bool:
