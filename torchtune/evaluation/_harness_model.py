@@ -363,7 +363,6 @@ class HarnessModel(_harness.TemplateLM):
             )
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         until = _requests.handle_stop_sequences(settings.get("until"), eos=eos or None)
-        stop = frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
         max_new_tokens = settings["max_gen_toks"]
         if max_new_tokens >= self.max_length:
             raise EvaluationError(
@@ -378,7 +377,7 @@ class HarnessModel(_harness.TemplateLM):
             tail += max(len(self.tok_encode(text, add_special_tokens=False)) for text in stop_texts)
         sampling = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
         sampling["temperature"] = float(settings.get("temperature") or 0.0)
-        sampling["stop_tokens"] = list(stop)
+        sampling["stop_tokens"] = [int(token) for token in self.torchtune_tokenizer.stop_tokens]
         sampling["use_cache"] = self._use_cache
 
         def has_stop_text(tokens: list[int]) -> bool:
@@ -388,16 +387,30 @@ class HarnessModel(_harness.TemplateLM):
             return any(text in ending for text in stop_texts)
 
         if len(arguments[0]) > 2:
-            image_settings = {"max_generated_tokens": max_new_tokens, **sampling}
-            for index, (prompt, _, media) in enumerate(arguments):
-                row = tokenize_image_question(self.torchtune_tokenizer, prompt, media, max_prompt_tokens)
-                tokens = self._generate_image_answer(row, has_stop_text, image_settings)
+            answers = self._generate_image_answers(
+                arguments, max_prompt_tokens, max_new_tokens, has_stop_text, sampling
+            )
+        else:
+            prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
+            num_truncated = sum(len(tokens) > max_prompt_tokens for tokens in prompts)
+            self._warn_truncated(num_truncated, len(prompts))
+            prompts = [tokens[-max_prompt_tokens:] for tokens in prompts]
+            answers = self._generate_text_answers(prompts, max_new_tokens, has_stop_text, sampling)
+        with closing(answers):
+            for index, tokens in answers:
+                # A stop text may be followed by the remainder of its last token.
                 yield index, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
-            return
-        prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
-        self._warn_truncated(sum(len(tokens) > max_prompt_tokens for tokens in prompts), len(prompts))
-        prompts = [tokens[-max_prompt_tokens:] for tokens in prompts]
+
+    def _generate_text_answers(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        has_stop_text: Callable[[list[int]], bool],
+        sampling: dict[str, Any],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (index, tokens of the answer) of tokenized prompts as answers end, in a continuous batch."""
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first
+        stop = frozenset(sampling["stop_tokens"])
         answers: list[list[int]] = [[] for _ in prompts]
         ended: list[int] = []  # in the latest step
 
@@ -419,19 +432,27 @@ class HarnessModel(_harness.TemplateLM):
         with closing(steps):
             for _ in steps:
                 for index in ended:
-                    yield index, _requests.postprocess_generated_text(self.tok_decode(answers[index]), until, None)
+                    yield index, answers[index]
                 ended.clear()
 
-    def _generate_image_answer(
-        self, row: dict[str, Any], has_stop_text: Callable[[list[int]], bool], sampling: dict[str, Any]
-    ) -> list[int]:
-        """Return the tokens of the answer to a tokenized question with images, up to a stop text."""
-        answer: list[int] = []
-        prompt = torch.tensor(row["tokens"], device=self.device)
-        images = images_of_row(row, self.device)
-        with closing(stream(self.model, prompt, **sampling, **images)) as steps:
-            for token in steps:
-                answer.append(token)
-                if has_stop_text(answer):
-                    break
-        return answer
+    def _generate_image_answers(
+        self,
+        arguments: Sequence[tuple[Any, ...]],
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        has_stop_text: Callable[[list[int]], bool],
+        sampling: dict[str, Any],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (index, tokens of the answer) of questions with images, one at a time."""
+        for index, (text, _, media) in enumerate(arguments):
+            row = tokenize_image_question(self.torchtune_tokenizer, text, media, max_prompt_tokens)
+            prompt = torch.tensor(row["tokens"], device=self.device)
+            images = images_of_row(row, self.device)
+            answer: list[int] = []
+            steps = stream(self.model, prompt, max_generated_tokens=max_new_tokens, **sampling, **images)
+            with closing(steps):
+                for token in steps:
+                    answer.append(token)
+                    if has_stop_text(answer):
+                        break
+            yield index, answer

@@ -92,14 +92,23 @@ FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
 
 
 def outputs(sums, lengths=LENGTHS):
-    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in sums)
-    return ChosenRejectedOutputs(chosen, rejected, None, None, *(torch.tensor(side) for side in lengths))
+    chosen, rejected = sums
+    chosen_lengths, rejected_lengths = lengths
+    return ChosenRejectedOutputs(
+        torch.tensor(chosen, dtype=torch.float64, requires_grad=True),
+        torch.tensor(rejected, dtype=torch.float64, requires_grad=True),
+        chosen_lengths=torch.tensor(chosen_lengths),
+        rejected_lengths=torch.tensor(rejected_lengths),
+    )
 
 
 def slope(formula, values, at):
     """Central difference by argument ``at``."""
     step = 1e-5
-    high, low = ([value + sign * step * (i == at) for i, value in enumerate(values)] for sign in (1, -1))
+    high = list(values)
+    high[at] += step
+    low = list(values)
+    low[at] -= step
     return (formula(*high) - formula(*low)) / (2 * step)
 
 

@@ -22,8 +22,8 @@ def test_numbered_rows_keep_the_order_of_their_dataset():
     settings = {"batch_size": 3, "collate_fn": list, "shuffle": True, "seed": 4}
     loader, plain = (BatchLoader(dataset, **settings) for dataset in (numbered, mixture))
     assert loader.examples_per_epoch == plain.examples_per_epoch == 12
-    steps = [[row["tokens"] for row in batch] for (batch,) in loader]
-    assert steps == [[row["tokens"] for row in batch] for (batch,) in plain]
+    for (numbered_batch,), (batch,) in zip(loader, plain, strict=True):
+        assert [row["tokens"] for row in numbered_batch] == [row["tokens"] for row in batch]
     assert loader.state_dict() == plain.state_dict()
     packs = WithRowNumbers(PackedDataset(ROWS, max_seq_len=4))
     assert [document["row"] for document in packs[3]] == [3, 3]

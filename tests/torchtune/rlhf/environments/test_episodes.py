@@ -166,14 +166,15 @@ def test_an_episode_without_tools_equals_an_answer_bit_for_bit(make, prompts):
         def reset(self) -> None: ...
 
     environments = make(Silent, tool_format=None)
-    answers = environments._sampler([prompt.tokens for prompt in prompts], 4, SEEDS)
+    token_ids = [prompt.tokens for prompt in prompts]
+    answers = environments._sampler(token_ids, 4, SEEDS)
     for episode, answer in zip(environments(prompts, 4, SEEDS), answers, strict=True):
         assert torch.equal(episode.tokens, answer.tokens)
         assert torch.equal(episode.log_probs, answer.log_probs)
         assert episode.finished == answer.finished
         assert episode.reward is None
     greedy = [episode.answer for episode in environments(prompts, 1)]
-    assert greedy == [episode.answer for episode in environments._sampler([prompt.tokens for prompt in prompts], 1)]
+    assert greedy == [rollout.answer for rollout in environments._sampler(token_ids, 1)]
 
 
 class Faulty(Notes):
@@ -199,7 +200,9 @@ class Faulty(Notes):
     def reset(self, start: str, seed: int) -> Any:
         if self._has("reset"):
             raise RuntimeError("no start")
-        return 7 if self._has("observation") else super().reset(start, seed)
+        if self._has("observation"):
+            return 7
+        return super().reset(start, seed)
 
     def note(self, text: str) -> Any:
         """Note a text."""
@@ -211,12 +214,18 @@ class Faulty(Notes):
             Faulty.is_over.wait(60.0)
         if self._has("no Unicode"):
             return "\ud800"
-        return object() if self._has("object") else super().note(text)
+        if self._has("object"):
+            return object()
+        return super().note(text)
 
     def get_reward(self) -> Any:
         if self._has("reward"):
             raise KeyError("score")
-        return math.nan if self._has("nan") else 10**400 if self._has("huge") else super().get_reward()
+        if self._has("nan"):
+            return math.nan
+        if self._has("huge"):
+            return 10**400
+        return super().get_reward()
 
     def close(self) -> None:
         if self.cannot_close:
