@@ -381,8 +381,8 @@ def test_batches_have_every_rollout_once_within_tokens_per_batch():
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
 def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_split(normalize):
-    lengths, values = (3, 7, 2, 4), torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64, device="cpu")
-    rollouts = [rollout_of(n) for n in lengths]
+    values = torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64, device="cpu")
+    rollouts = [rollout_of(length) for length in (3, 7, 2, 4)]
     prompts = [rlhf.Prompt([0, 1], {}, number) for number in range(2)]
     scored = rlhf.ScoredRollouts(prompts, rollouts, [""] * 4, values, {})
     loss = GRPOLoss(rl_coeff=0.0, ce_coeff=0.5, normalize=normalize)

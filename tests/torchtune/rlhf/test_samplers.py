@@ -121,7 +121,8 @@ def test_answers_of_another_distribution_are_refused(fault, said, checkpoint, ma
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_another_server_answers_while_one_is_down(adapters, checkpoint, make, caplog):
-    prompts, seeds = [*PROMPTS, *PROMPTS], [1, 2, 3, 4]
+    prompts = [*PROMPTS, *PROMPTS]
+    seeds = [1, 2, 3, 4]
     with tiny_server(checkpoint) as first:
         with tiny_server(checkpoint, "dies") as second:
             port = second.server_port
@@ -287,10 +288,8 @@ def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
         def owned_parameters(self, model):
             return {"scale"}
 
-    server, model = (
-        VLLMServer("http://localhost:1/v1", None, None),
-        torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")),
-    )
+    server = VLLMServer("http://localhost:1/v1", None, None)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta"))
     assert server.contents(model) == "model"
     apply_conversions(model, [LoRA(rank=2, target_modules=["0"])])
     assert server.contents(model) == "adapter"

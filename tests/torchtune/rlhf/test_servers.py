@@ -27,7 +27,8 @@ PROMPT = [1, 70]
 class Replies(socketserver.ThreadingTCPServer):
     """Sends the bytes of ``pieces`` to whoever asks, ``pause`` seconds after each."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
     pieces: Any = ()
     pause = 0.0
     asked: tuple[str, Any] = ("", None)  # the last path and body
@@ -42,7 +43,8 @@ class Replies(socketserver.ThreadingTCPServer):
         body = content if isinstance(content, str | bytes) else json.dumps(content)
         if isinstance(body, str):
             body = OK + b"Content-Length: %d\r\n\r\n" % len(body.encode()) + body.encode()
-        self.pieces, self.pause = [body], 0.0
+        self.pieces = [body]
+        self.pause = 0.0
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -171,7 +173,8 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
     ],
 )
 def test_a_reply_beyond_the_size_limit_is_refused(server, pieces, said):
-    server.pieces, server.pause = pieces, 0.0
+    server.pieces = pieces
+    server.pause = 0.0
     with pytest.raises(RolloutError) as caught:
         VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 1, 3)
     assert said in str(caught.value)
@@ -181,8 +184,11 @@ def test_a_reply_beyond_the_size_limit_is_refused(server, pieces, said):
 @pytest.mark.parametrize("begin", [OK + b"Content-Length: 9999\r\n\r\n", CHUNKED + b"fff\r\n"])
 def test_a_slow_reply_ends_with_the_timeout_and_is_requested_once(server, begin):
     """Not once more for each answer, to say which row it was: with a timeout of minutes that would be hours."""
-    server.pieces, server.pause, server.count = [begin, *[b"H"] * 600], 0.1, 0
-    judge, started = JudgeReward(server.url, "m", "{text}", timeout=0.5), time.monotonic()
+    server.pieces = [begin, *[b"H"] * 600]
+    server.pause = 0.1
+    server.count = 0
+    judge = JudgeReward(server.url, "m", "{text}", timeout=0.5)
+    started = time.monotonic()
     with pytest.raises(RolloutError, match=r"fails for rows 1, 2: .*has not answered within 0.5 s"):
         RewardSum([judge])([{}] * 2, ["yes", "no"], [1, 2])
     assert time.monotonic() - started < 30, "the drip goes on for a minute"

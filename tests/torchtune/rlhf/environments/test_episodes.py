@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -181,7 +181,8 @@ class Faulty(Notes):
     """Fails in one of many ways, if the episode gets there; one in sixteen works."""
 
     FAULTS = ("build", "raise", "exit", "object", "no Unicode", "hang", "reset", "observation", "reward", "nan", "huge")
-    numbers, injected = itertools.count(), []
+    numbers = itertools.count()
+    injected: ClassVar[list[str]] = []
     is_over = threading.Event()
 
     def __init__(self) -> None:
@@ -234,7 +235,8 @@ class Faulty(Notes):
 
 
 def test_failed_episodes_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
-    environments, size = make(Faulty, timeout=3.0, max_turns=2), 480
+    size = 480
+    environments = make(Faulty, timeout=3.0, max_turns=2)
     Faulty.injected.clear()
     episodes = environments(prompts, size, SEEDS)
     Faulty.is_over.set()

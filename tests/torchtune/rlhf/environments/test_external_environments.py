@@ -29,7 +29,8 @@ class _Handler(JSONHandler):
 
     def do_POST(self) -> None:
         body = self.read_json()
-        params, counters = body["params"], self.server.counters
+        params = body["params"]
+        counters = self.server.counters
         session = params.get("session_id")
         result = None
         if body["method"] == "tools/list":
@@ -151,8 +152,13 @@ def test_textarena_gives_the_reward_of_the_game():
     pytest.importorskip("textarena", reason="the extra textarena is not installed")
     game = TextArena("GuessTheNumber-v0")
     assert "number between 1 and 20" in game.reset(seed=5)
-    low, high = 1, 20
+    low = 1
+    high = 20
     while not game.done:
-        text = game.act(f"[{(low + high) // 2}]")
-        low, high = ((low + high) // 2 + 1, high) if "higher" in text else (low, (low + high) // 2 - 1)
+        guess = (low + high) // 2
+        text = game.act(f"[{guess}]")
+        if "higher" in text:
+            low = guess + 1
+        else:
+            high = guess - 1
     assert game.get_reward() == 1.0
