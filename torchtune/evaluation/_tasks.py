@@ -176,12 +176,7 @@ def evaluate_tasks(
     finally:
         logger.removeFilter(_should_log)
     if folder is not None and is_main:
-        # Without the examples and the settings of the machine, which are large and differ from run to run.
-        names = ("results", "configs", "versions", "n-shot", "n-samples")
-        content = {name: evaluation[name] for name in names if name in evaluation}
-        text = json.dumps(content, indent=2, default=str) + "\n"
-        with atomic_write(Path(folder) / "results.json") as file:
-            file.write(text.encode())
+        _write_results(Path(folder) / "results.json", evaluation)
     results = None
     if evaluation is not None:  # lm-eval returns it on the first rank alone
         counts = {}  # examples of each task
@@ -191,6 +186,15 @@ def evaluate_tasks(
     if is_sharded(model):
         results = broadcast_object(results)
     return results
+
+
+def _write_results(path: Path, evaluation: Mapping[str, Any]) -> None:
+    """Write lm-eval's results, without the examples and the settings of the machine, which differ from run to run."""
+    names = ("results", "configs", "versions", "n-shot", "n-samples")
+    content = {name: evaluation[name] for name in names if name in evaluation}
+    text = json.dumps(content, indent=2, default=str) + "\n"
+    with atomic_write(path) as file:
+        file.write(text.encode())
 
 
 def _should_log(record: logging.LogRecord) -> bool:

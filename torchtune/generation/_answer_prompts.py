@@ -239,10 +239,9 @@ def answer_prompts(
     for prompt in prompts:
         row = tokenize_prompt(model, tokenizer, prompt, source)
         tokens_by_line[prompt.line] = row["tokens"]
+        limits[prompt.line] = answer_limit(model, row["tokens"], max_new_tokens, f"{source}, line {prompt.line}")
         if prompt.has_images:  # read again to answer the prompt: all images together may not fit in memory
             pixel_digests[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
-    for line, prompt_tokens in tokens_by_line.items():
-        limits[line] = answer_limit(model, prompt_tokens, max_new_tokens, f"{source}, line {line}")
 
     settings = {
         **settings,
@@ -269,13 +268,6 @@ def answer_prompts(
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):
-            images: list[dict[str, Any]] = []
-            for prompt in group:
-                prompt_images = {}
-                if prompt.has_images:
-                    row = tokenize_prompt(model, tokenizer, prompt, source)
-                    prompt_images = images_of_row(row, device)
-                images.append(prompt_images)
             draws = None
             if temperature != 0:
                 keys = [(seed, prompt.line) for prompt in group]
@@ -287,7 +279,7 @@ def answer_prompts(
                 [tokens_by_line[prompt.line] for prompt in group],
                 [limits[prompt.line] for prompt in group],
                 max_new_tokens=max_new_tokens,
-                images=images,
+                images=_read_images(model, tokenizer, group, source, device),
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -383,6 +375,20 @@ def tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: st
         return prompt_row(tokenizer, prompt.messages, location, prompt.tools)
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: correct the line.") from error
+
+
+def _read_images(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Prompt], source: str | Path, device: torch.device
+) -> list[dict[str, Any]]:
+    """Read the images of prompts to a device, each as of :func:`images_of_row`; empty for a prompt without images."""
+    images: list[dict[str, Any]] = []
+    for prompt in prompts:
+        prompt_images = {}
+        if prompt.has_images:
+            row = tokenize_prompt(model, tokenizer, prompt, source)
+            prompt_images = images_of_row(row, device)
+        images.append(prompt_images)
+    return images
 
 
 def _pixel_digest(images: Sequence[Tensor] | Images) -> str:

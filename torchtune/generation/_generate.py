@@ -197,28 +197,15 @@ def stream_tokens(
         tensor([0, 1])
         tensor([1])
     """
-    if isinstance(max_new_tokens, int):
-        limits = [max_new_tokens] * len(prompts)
-        longest = max_new_tokens
-    else:
-        limits = list(max_new_tokens)
-        longest = max(limits, default=0)
     sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
+    requests = _make_requests(model, prompts, max_new_tokens, num_samples)
     size = len(prompts) * num_samples
     if draws is not None:
+        longest = max(request.limit for request in requests)
         # With `more`, the number of sequences is not known in advance.
         has_wrong_rows = more is None and len(draws) != size
         if has_wrong_rows or draws.shape[1] < longest:
             raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
-    if len(limits) != len(prompts):
-        raise GenerationError(
-            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
-        )
-    if num_samples < 1 or min(limits, default=1) < 1:
-        raise GenerationError(
-            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
-        )
-    requests = _make_requests(model, prompts, limits, num_samples)
     device = prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
     if images is not None:
         check_images(model, images, num_samples)
@@ -275,9 +262,21 @@ def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
 
 
 def _make_requests(
-    model: TransformerDecoder, prompts: Prompts, limits: Sequence[int], num_samples: int
+    model: TransformerDecoder, prompts: Prompts, max_new_tokens: int | Sequence[int], num_samples: int
 ) -> list[Request]:
-    """Check the prompts and copy them to the host."""
+    """Check the prompts and the limits of their answers, and copy the prompts to the host."""
+    if isinstance(max_new_tokens, int):
+        limits = [max_new_tokens] * len(prompts)
+    else:
+        limits = list(max_new_tokens)
+    if len(limits) != len(prompts):
+        raise GenerationError(
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
+        )
+    if num_samples < 1 or min(limits, default=1) < 1:
+        raise GenerationError(
+            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
+        )
     has_tokens = [hasattr(prompt, "__len__") and len(prompt) > 0 for prompt in prompts]
     if not has_tokens or not all(has_tokens):
         raise GenerationError("prompts: give at least one, and at least one token in each.")

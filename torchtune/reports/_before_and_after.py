@@ -179,11 +179,12 @@ class Measurement:
             turn = _first_turn(self._rows[index])
             if turn is not None:
                 turns.append(turn)
-        # The slowest rank decides, in whole microseconds, because ranks exchange integers. Eight tokens more than the
-        # longest trained answer show whether the model ends its own.
+        # The slowest rank decides, in whole microseconds, because ranks exchange integers.
         microseconds = max(self._dims.max(int(1e6 * seconds)), 1)
+        affordable_tokens = int(_MOST_SECONDS * 1e6) // microseconds
+        # Eight tokens more than the longest trained answer show whether the model ends its own.
         longest = max((len(expected) for _, expected in turns), default=0)
-        new_tokens = min(_MOST_NEW_TOKENS, int(_MOST_SECONDS * 1e6) // microseconds, longest + 8)
+        new_tokens = min(_MOST_NEW_TOKENS, affordable_tokens, longest + 8)
         if new_tokens == 0:
             return []
         prompts = []

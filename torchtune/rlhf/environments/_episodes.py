@@ -281,15 +281,9 @@ class Environments:
         sampler = self._sampler
         device = sampler.model.tok_embeddings.weight.device
         draws = None
-        temperature = 0.0
+        temperature = 0.0  # greedy
         if seeds is not None:
-            keys = []  # by row of the batch, see `_PendingTurns.row`
-            for turn_number in range(self._max_turns):
-                for seed in seeds:
-                    for sample in range(num_samples):
-                        # The first turn uses the same random numbers as an answer without an environment.
-                        keys.append((seed, (turn_number << 32) + sample))
-            draws = seeded_draws(keys, sampler.max_new_tokens, device)
+            draws = self._draws(seeds, num_samples, device)
             temperature = sampler.temperature
         pending = _PendingTurns(len(conversations))
 
@@ -335,6 +329,16 @@ class Environments:
                     turn = self._end_turn(conversation, is_stopped, due_step=pending.step + _STEPS_FOR_TOOLS)
                     if turn is not None:
                         pending.turns.append(turn)
+
+    def _draws(self, seeds: Sequence[int], num_samples: int, device: torch.device) -> torch.Tensor:
+        """Return the random numbers of all turns, by their row in the batch, see :meth:`_PendingTurns.row`."""
+        keys = []
+        for turn_number in range(self._max_turns):
+            for seed in seeds:
+                for sample in range(num_samples):
+                    # The first turn uses the same random numbers as an answer without an environment.
+                    keys.append((seed, (turn_number << 32) + sample))
+        return seeded_draws(keys, self._sampler.max_new_tokens, device)
 
     def _due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
         """Count a decoding step, and return requests for the turns of the episodes that are due.
