@@ -119,7 +119,8 @@ def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tens
         3
     """
     device = next(model.parameters()).device
-    is_classifier = getattr(getattr(model, "description", None), "is_classifier", False)
+    description = getattr(model, "description", None)  # a user's model may lack it
+    is_classifier = description is not None and description.is_classifier
     logits = []
     for ids in prompts:
         prompt_logits = model(ids[None].to(device), output="logits")[0]  # [s, v]

@@ -79,7 +79,8 @@ class Reranker:
     @torch.no_grad()
     def scores(self, pairs: Sequence[tuple[str, str]], *, batch_size: int = 32) -> Tensor:
         """Return the scores of pairs of a query and a document, float32 ``[n]``, on the host."""
-        limit = self.max_seq_len or getattr(self.tokenizer, "max_seq_len", None) or self.model.max_seq_len
+        tokenizer_limit = getattr(self.tokenizer, "max_seq_len", None)
+        limit = self.max_seq_len or tokenizer_limit or self.model.max_seq_len
         device = self.model.tok_embeddings.weight.device
         scores = []
         with evaluating(self.model):

@@ -88,9 +88,11 @@ def _has_static_steps(model: nn.Module) -> bool:
     """Return whether a step of the model has the same shapes for texts of any length."""
     if not isinstance(model, TransformerDecoder) or not _reads_only_keys_and_values(model):
         return False
-    embeddings = [getattr(attn, "pos_embeddings", None) for attn in attention_modules(model)]
-    grows = any(getattr(embedding, "depends_on_length", False) for embedding in embeddings)
-    return not grows and not model.output_hidden_states
+    for attention in attention_modules(model):
+        embedding = getattr(attention, "pos_embeddings", None)
+        if getattr(embedding, "depends_on_length", False):
+            return False
+    return not model.output_hidden_states
 
 
 class ModelRanks:
@@ -625,7 +627,8 @@ def check_generates(model: nn.Module) -> None:
     Example:
         >>> torchtune.generation.check_generates(model)  # raises for a reward model
     """
-    if getattr(getattr(text_decoder(model), "description", None), "is_classifier", False):
+    description = getattr(text_decoder(model), "description", None)  # a user's model may lack it
+    if description is not None and description.is_classifier:
         raise GenerationError(
             "model: it is a classifier or a reward model, which gives scores and no text: give a language model, or "
             "use torchtune.classify or tune eval."

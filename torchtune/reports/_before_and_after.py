@@ -13,7 +13,7 @@ from torchtune.config import SettingsView
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.estimate import context_length
-from torchtune.generation import GenerationError, generate_tokens, uncompiled
+from torchtune.generation import GenerationError, evaluating, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.supervision import StepMetrics, observe_together
 from torchtune.tokenizers import document_texts
@@ -105,7 +105,7 @@ class Measurement:
         if not self._indices:
             return {"values": {}, "answers": []}
         start = time.perf_counter()
-        with _evaluating(self._model), step_metrics.validation() as means:
+        with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             for name, batch in zip(names[self._own_batches], batches, strict=True):
                 means.add({name: (compute_loss(batch), batch.num_terms)})
@@ -125,7 +125,7 @@ class Measurement:
         """
         if not self._indices:
             return {"values": {}, "answers": []}
-        with _evaluating(self._model), step_metrics.validation() as means:
+        with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             scored = sample(batches, 1, greedy=True)
             rewards = scored.rewards.flatten().nan_to_num().tolist()
@@ -214,16 +214,10 @@ class Measurement:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Context manager in which a model is in evaluation mode and not compiled; it restores the random state, too."""
-    # Of each module, because a recipe may keep some of them, such as frozen towers, in evaluation mode.
-    was_training = {module: module.training for module in model.modules()}
-    try:
-        with undisturbed_random_state(), torch.no_grad(), uncompiled(model.eval()):
-            yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
+    with undisturbed_random_state(), torch.no_grad(), evaluating(model), uncompiled(model):
+        yield
 
 
 def _evenly_spaced(indices: Sequence[int], count: int) -> list[int]:

@@ -277,11 +277,12 @@ def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
         parameters = dict(module.named_parameters())
         other_trained -= {id(parameters[name]) for name in module.adapter_params()}
         # The output of LoRA is 0 while its second matrix is; nothing is known of an adapter without one.
-        lora_b = getattr(getattr(module, "lora_b", None), "weight", None)
-        if lora_b is None:
+        lora_b = getattr(module, "lora_b", None)
+        weight = getattr(lora_b, "weight", None)
+        if weight is None:
             changes_outputs = True
             continue
-        if isinstance(lora_b, DTensor):
-            lora_b = lora_b.to_local()
-        changes_outputs = changes_outputs or bool(lora_b.detach().any())
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        changes_outputs = changes_outputs or bool(weight.detach().any())
     return not dims.any(changes_outputs or bool(other_trained))
