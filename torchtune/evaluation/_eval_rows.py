@@ -238,6 +238,7 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
     is_list = isinstance(value, list) and len(value) > 0
     is_sharegpt = is_list and isinstance(value[0], Mapping) and "from" in value[0]
     if is_sharegpt:
-        columns = {"conversations": prompt, "image": "images" if row.get("images") else "image"}
-        return Conversation(**ShareGPTToMessages(column_map=columns)({"image": None, **row}))
+        image_column = "images" if row.get("images") else "image"
+        transform = ShareGPTToMessages(column_map={"conversations": prompt, "image": image_column})
+        return Conversation(**transform({"image": None, **row}))
     return read_conversation(row, with_images(value, images), columns=(prompt,))

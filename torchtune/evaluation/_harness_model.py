@@ -91,6 +91,11 @@ def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any],
     return row
 
 
+def _progress(total: int, title: str, is_disabled: bool) -> tqdm:
+    """Return a progress bar, which is shown in a terminal only."""
+    return tqdm(total=total, desc=title, disable=True if is_disabled else None)  # None: shown in a terminal
+
+
 class HarnessModel(_harness.TemplateLM):
     """Model for ``lm_eval.simple_evaluate``, which computes log-likelihoods and generates answers.
 
@@ -216,8 +221,7 @@ class HarnessModel(_harness.TemplateLM):
         order = sorted(requests_by_inputs, key=lambda inputs: -len(inputs))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         self.decoder.eval()
-        bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
-        with bar:
+        with _progress(len(requests), "Log-likelihoods", disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch_inputs = order[start : start + self.batch_size]
                 rows = []
@@ -250,8 +254,7 @@ class HarnessModel(_harness.TemplateLM):
         if text_requests:
             text_results = iter(super().loglikelihood(text_requests, disable_tqdm=disable_tqdm))
         results = []
-        bar = tqdm(total=num_images, desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
-        with bar:
+        with _progress(num_images, "Log-likelihoods with images", disable_tqdm) as bar:
             for request in requests:
                 if len(request.args) <= 2:
                     results.append(next(text_results))
@@ -340,7 +343,7 @@ class HarnessModel(_harness.TemplateLM):
         for index, request in enumerate(requests):
             groups[repr(request.args[1]), len(request.args)].append(index)
         answers = [""] * len(requests)
-        bar = tqdm(total=len(requests), desc="Answers", disable=True if disable_tqdm else None)
+        bar = _progress(len(requests), "Answers", disable_tqdm)
         with bar, fast_linears(self.decoder, pack=self._use_cache):
             for indices in groups.values():
                 settings = _requests.normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)

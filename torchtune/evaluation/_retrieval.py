@@ -226,7 +226,9 @@ def _from_rows(path: Path, rows: Sequence[Any]) -> RetrievalData:
     index_of: dict[str, int] = {}  # text -> its index in the corpus
     relevant_of: dict[str, list[int]] = {}  # query -> indices of its positives
     for number, row in enumerate(rows, 1):
-        row_format = format_of(row) if isinstance(row, Mapping) else RowFormat("no mapping")
+        row_format = RowFormat("no mapping")
+        if isinstance(row, Mapping):
+            row_format = format_of(row)
         if row_format.builder != "embedding_dataset":
             raise EvaluationError(
                 f"{path}: row {number} is {row_format.kind}: give an object with queries, corpus and relevant, or rows "

@@ -214,7 +214,9 @@ def _format_table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
             error = values.get(f"{metric}_stderr,{kind}")
             if isinstance(error, int | float):
                 number += f" ± {error:.2g}"
-            label = metric if kind in ("", "none") else f"{metric} ({kind})"
+            label = metric
+            if kind not in ("", "none"):  # a filter of answers, such as "strict-match"
+                label = f"{metric} ({kind})"
             lines.append((task, str(counts.get(task) or ""), label, number))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = []

@@ -76,8 +76,10 @@ class AnswerFile:
     def _open(self, prompts: Sequence[Prompt]) -> None:
         """Read the answers of earlier runs, and open the file for more."""
         prompts_by_line = {prompt.line: prompt.given for prompt in prompts}
+        content = b""
         with convert_os_errors(self.path):
-            content = self.path.read_bytes() if self.path.exists() else b""
+            if self.path.exists():
+                content = self.path.read_bytes()
         # A process that was killed may have left half a line.
         complete_lines = content[: content.rfind(b"\n") + 1]
         for number, text in enumerate(complete_lines.splitlines(), start=1):
@@ -168,9 +170,10 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
     for name, parameter in model.named_parameters():
         facts = (name, str(parameter.dtype), list(parameter.shape), checksums_by_name[name])
         digest.update(repr(facts).encode())
-    transform = getattr(tokenizer, "transform_image", None)
+    transform = getattr(tokenizer, "transform_image", None)  # only tokenizers of images have it
     image_settings = None if transform is None else vars(transform)
-    digest.update(Fingerprint({"tokenizer": tokenizer, "images": image_settings}).text.encode())
+    fingerprint = Fingerprint({"tokenizer": tokenizer, "images": image_settings})
+    digest.update(fingerprint.text.encode())
     return digest.hexdigest()
 
 
@@ -345,8 +348,9 @@ def stream_answers(
                 end = "max_new_tokens"
             else:
                 end = "context"
-            # The marks of a call are special tokens in some formats.
-            options = {"skip_special_tokens": False} if prompt.expects_call else {}
+            options = {}
+            if prompt.expects_call:  # the marks of a call are special tokens in some formats
+                options = {"skip_special_tokens": False}
             yield prompt, tokenizer.decode(answer_tokens, **options), end, len(tokens)
 
 

@@ -435,8 +435,11 @@ class Batch:
         lengths = [len(request.tokens) for request in newcomers]
         new = 0  # columns to run: the most tokens of a row without keys and values
         for request in newcomers:
-            past_length = request.past[0][0].shape[1] if request.past else 0
-            new = max(new, len(request.tokens) - past_length)
+            num_known = 0
+            if request.past:
+                first_layer_keys, _ = request.past[0]  # [n_kv, s, hd]
+                num_known = first_layer_keys.shape[1]
+            new = max(new, len(request.tokens) - num_known)
         count = len(self._rows) - len(newcomers)
         columns = torch.arange(stop - new, stop, device=self._device)  # [new]
         starts = self._starts[count:, None]  # [m, 1]

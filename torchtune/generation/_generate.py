@@ -206,7 +206,9 @@ def stream_tokens(
         has_wrong_rows = more is None and len(draws) != size
         if has_wrong_rows or draws.shape[1] < longest:
             raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
-    device = prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
+    device = model.tok_embeddings.weight.device
+    if isinstance(prompts[0], Tensor):
+        device = prompts[0].device
     if images is not None:
         check_images(model, images, num_samples)
         for request, prompt_images in zip(requests, images, strict=True):
@@ -290,7 +292,7 @@ def _make_requests(
     vocab_size = getattr(embedding, "num_tokens", embedding.weight.shape[0])
     requests = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)  # on the host
         # An unknown token id is refused here: on a GPU, the lookup would fail without a clear message.
         if not isinstance(tokens[0], Integral):
             raise GenerationError(f"prompts: {str(tokens[0])[:20]!r} is not a token id: give int64 ids [s] for each.")

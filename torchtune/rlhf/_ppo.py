@@ -100,7 +100,10 @@ def evaluate_rollouts(
 
     answer_lengths = []
     for prompt, rollout in zip(scored.prompts, rollouts, strict=True):
-        answer_lengths.append(0 if prompt.is_blank else len(rollout.answer))
+        length = len(rollout.answer)
+        if prompt.is_blank:  # masked altogether
+            length = 0
+        answer_lengths.append(length)
     # Chunks after the last rollout are fillers, for ranks with fewer rollouts than others.
     padded_values = pad_sequence(values[: len(rollouts)], batch_first=True)  # [n, r]
     positions = torch.arange(padded_values.shape[1])

@@ -705,7 +705,8 @@ def _compute_missing(
     dims: ParallelDims,
 ) -> None:
     """Compute and write ``rows``, which are split among the ranks; the first rank writes."""
-    with cache.writing(rows) if dims.is_main else nullcontext() as write:
+    writing = cache.writing(rows) if dims.is_main else nullcontext()
+    with writing as write:
         for batch in uncached_batches(loader, rows, collate, "Teacher", dims):
             is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
             positions = batch.per_token[CACHE_POSITIONS][is_labeled].numpy() - first_position  # [n]

@@ -185,7 +185,8 @@ class Server(ABC):
 
     def contents(self, model: nn.Module) -> str:
         """Return the contents to save for the server; see :meth:`CheckpointStore.save`."""
-        return "merged" if owned_parameters(model) else "model"
+        has_adapters = bool(owned_parameters(model))
+        return "merged" if has_adapters else "model"
 
     @abstractmethod
     def check(self) -> None:
@@ -326,7 +327,7 @@ class VLLMServer(Server):
             "prompt": list(prompt),
             "n": num_samples,
             "max_tokens": self.settings.max_new_tokens,
-            "temperature": 0.0 if seed is None else self.settings.temperature,
+            "temperature": 0.0,
             "stop_token_ids": self.settings.stop_tokens,
             "logprobs": 1,
             "return_token_ids": True,
@@ -337,6 +338,7 @@ class VLLMServer(Server):
             "repetition_penalty": 1.0,
         }
         if seed is not None:
+            body["temperature"] = self.settings.temperature
             body["seed"] = seed & _MOST_SEED
         choices = self._request_completions(body, prompt, num_samples)["choices"]
         choice_of_answer = {}  # by the number of the answer

@@ -470,7 +470,9 @@ def _call_reward(
             if _fails_for(reward, row, text):
                 failing.append(number)
         failing_rows = _format_rows(failing or numbers)
-        reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, RolloutError):  # whose message says all
+            reason = f"{type(error).__name__}: {error}"
         raise RolloutError(
             f"{name} fails for {failing_rows}: {reason.rstrip('.')}; correct the reward or the rows."
         ) from error

@@ -114,7 +114,9 @@ class KTOLoss(AnswerLoss):
         for document, targets in zip(tokens, labels, strict=True):
             # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
             labeled = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero()
-            last_prompt_token = int(labeled[0]) if len(labeled) else len(document) - 1
+            last_prompt_token = len(document) - 1  # of a filler, which has no labels
+            if len(labeled):
+                last_prompt_token = int(labeled[0])
             ignored = torch.full_like(targets[:last_prompt_token], CROSS_ENTROPY_IGNORE_IDX)
             prompts.append((document[: last_prompt_token + 1], ignored))
             answers.append((document[last_prompt_token + 1 :], targets[last_prompt_token:]))
