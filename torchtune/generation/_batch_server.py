@@ -264,7 +264,7 @@ class BatchServer:
     def _answer_batch(self) -> None:
         """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
         batch = _JobBatch(self._waiting[0].model)
-        requests = self._newcomers(batch)
+        requests = self._admit_jobs(batch)
         if not requests:  # all of them have left
             return
         try:
@@ -283,7 +283,7 @@ class BatchServer:
             for index in batch.running:
                 batch.jobs[index].results.put(failure)
 
-    def _newcomers(self, batch: "_JobBatch") -> list[Request]:
+    def _admit_jobs(self, batch: "_JobBatch") -> list[Request]:
         """Let waiting jobs of the model join the batch, while it has room, and return their requests."""
         requests = []
         with self._changed:
@@ -304,7 +304,7 @@ class BatchServer:
         model = self._models[batch.model_name]
 
         def more(_: Batch) -> list[Request]:
-            newcomers = self._newcomers(batch)
+            newcomers = self._admit_jobs(batch)
             self._tell(newcomers)
             return newcomers
 

@@ -111,7 +111,7 @@ class Measurement:
                 means.add({name: (compute_loss(batch), batch.num_terms)})
             averages = means.over(self._dims)
             seconds = (time.perf_counter() - start) / len(batches)
-            answers = observe_together(self._answers_guard, lambda: self._answers(seconds), self._dims)
+            answers = observe_together(self._answers_guard, lambda: self._generate_answers(seconds), self._dims)
         values = {name: averages.get(f"val_{name}") for name in names}
         return {"what": "loss", "on": self._setting, "values": values, "answers": answers or []}
 
@@ -157,7 +157,7 @@ class Measurement:
         batches = [self._collate(batch_rows) for batch_rows in batches_of_rows[self._own_batches]]
         return names, batches
 
-    def _answers(self, seconds: float) -> list[dict[str, str]]:
+    def _generate_answers(self, seconds: float) -> list[dict[str, str]]:
         """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long.
 
         Args:

@@ -104,7 +104,9 @@ class Environments:
         self._format = tool_format or detect_format(template_text)
         if not isinstance(factories, Mapping):
             factories = {None: factories}  # the only kind has no name
-        self._kinds = {name: self._kind(build) for name, build in factories.items()}
+        self._kinds: dict[str | None, Kind] = {}
+        for name, build in factories.items():
+            self._kinds[name] = self._inspect(build)
         self.give_rewards = all(kind.has_reward for kind in self._kinds.values())
         has_tools = any(kind.schemas for kind in self._kinds.values())
         if self._format not in FORMATS and has_tools:
@@ -122,8 +124,8 @@ class Environments:
         self._closing: list[Task] = []  # of the environments of the last call
         self._num_unclosed = 0
 
-    def _kind(self, build: Callable[[], Any]) -> Kind:
-        """Build an environment once to read and check its tools."""
+    def _inspect(self, build: Callable[[], Any]) -> Kind:
+        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards."""
         try:
             environment = build()
         except Exception as error:
@@ -172,8 +174,8 @@ class Environments:
         conversations = []
         for prompt in prompts:
             for _ in range(num_samples):
-                conversations.append(self._conversation(len(conversations), prompt))
-        self._begin(conversations, seeds, num_samples)
+                conversations.append(self._make_conversation(len(conversations), prompt))
+        self._reset_all(conversations, seeds, num_samples)
         begun = time.monotonic()
         self._converse(conversations, seeds, num_samples)
         # `_converse` adds the time in which it waits for tools to "idle".
@@ -196,8 +198,8 @@ class Environments:
         if messages:
             log_once(get_logger(), f"environment: close() failed: {messages[0]}.", logging.WARNING)
 
-    def _conversation(self, number: int, prompt: Prompt) -> Conversation:
-        """Begin the conversation of a prompt, without an environment yet."""
+    def _make_conversation(self, number: int, prompt: Prompt) -> Conversation:
+        """Return the conversation of a prompt, without an environment yet."""
         name = None  # of the only kind
         if prompt.is_blank:
             name = next(iter(self._kinds))  # any kind: the episode ends before it begins
@@ -216,7 +218,7 @@ class Environments:
             )
         return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
-    def _begin(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
+    def _reset_all(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
         """Reset the environments of all conversations concurrently, and render the prompts."""
         tasks = []
         for conversation in conversations:
@@ -239,7 +241,7 @@ class Environments:
             tokens, images, failure = rendered[key]
             conversation.tokens = list(tokens)
             conversation.images = images
-            self._limit(conversation, conversation.tokens)
+            self._set_limit(conversation, conversation.tokens)
             if failure:
                 conversation.fail("environment_failed", failure)
         for conversation in conversations:
@@ -258,7 +260,7 @@ class Environments:
         except DataError as error:
             return conversation.prompt.tokens, {}, str(error)
 
-    def _limit(self, conversation: Conversation, context: list[int]) -> None:
+    def _set_limit(self, conversation: Conversation, context: list[int]) -> None:
         """Set the maximum length of the turn after ``context``; if no token fits, end the episode."""
         # The last token of a turn is only a label, so the model's input is one token shorter.
         num_free = self._sampler.model.max_seq_len + 1 - len(context)
@@ -310,7 +312,7 @@ class Environments:
             stop_tokens=sampler.stop_tokens,
             draws=draws,
             max_sequences=sampler.max_sequences,
-            more=partial(self._due_requests, pending),
+            more=partial(self._take_due_requests, pending),
             images=[conversation.images for conversation in first_turns],
         )
         stop_tokens = set(sampler.stop_tokens)
@@ -340,7 +342,7 @@ class Environments:
                     keys.append((seed, (turn_number << 32) + sample))
         return seeded_draws(keys, self._sampler.max_new_tokens, device)
 
-    def _due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
+    def _take_due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
         """Count a decoding step, and return requests for the turns of the episodes that are due.
 
         If no episode decodes, the count skips to the next due step.
@@ -359,7 +361,7 @@ class Environments:
             turn = pending.turns.popleft()
             pending.step = max(pending.step, turn.due_step)
             conversation = turn.conversation
-            if self._next_turn(conversation, turn.calls, turn.task):
+            if self._begin_next_turn(conversation, turn.calls, turn.task):
                 request = Request(
                     pending.row(conversation, conversation.turns),
                     list(conversation.tokens),
@@ -406,7 +408,7 @@ class Environments:
         task = Task(self._timeout, run_tools, conversation.environment, calls)
         return _PendingTurn(due_step, conversation, calls, task)
 
-    def _next_turn(self, conversation: Conversation, calls: list[ToolCall], task: Task) -> bool:
+    def _begin_next_turn(self, conversation: Conversation, calls: list[ToolCall], task: Task) -> bool:
         """Wait for tool results, and append the tokens before the next turn; return False if the episode has ended."""
         result = self._wait(conversation, task)
         if conversation.end is not None:
@@ -423,12 +425,12 @@ class Environments:
         context = bridge.context(conversation.start, conversation.history)
         # The template may now omit reasoning of earlier turns, which the sampled tokens have.
         if context is not None and context[: len(conversation.tokens)] != conversation.tokens:
-            self._limit(conversation, context)
+            self._set_limit(conversation, context)
             if conversation.end is None:
                 conversation.restart(context)
         else:
             reply_tokens = bridge(calls, replies)
-            self._limit(conversation, conversation.tokens + reply_tokens)
+            self._set_limit(conversation, conversation.tokens + reply_tokens)
             if conversation.end is None:
                 conversation.append(reply_tokens, [0.0] * len(reply_tokens), is_sampled=False)
         return conversation.end is None
