@@ -189,7 +189,7 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        (FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}}, "no loss of preferences"),
+        (FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}}, "is not a preference loss"),
         ("full_finetune_single_device", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}}, "needs a model with one output"),
         (

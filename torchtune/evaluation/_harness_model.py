@@ -142,6 +142,7 @@ class HarnessModel(_harness.TemplateLM):
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
         self._multiple = sequence_multiple(self.decoder)
+        # Without a beginning-of-sequence token, texts begin after the end of another one, as in pretraining.
         bos = getattr(tokenizer, "bos_id", None)
         self._prefix = tokenizer.eos_id if bos is None else bos
         self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
@@ -217,7 +218,8 @@ class HarnessModel(_harness.TemplateLM):
             # The last token is predicted and not an input.
             requests_by_inputs[tuple(tokens[-(self.max_length + 1) : -1])].append(index)
         self._warn_truncated(num_truncated, len(requests))
-        # Longest first: a batch that does not fit in memory fails at once.
+        # Longest first: a batch that does not fit in memory fails at once. Requests with equal inputs, whose
+        # continuations differ in their last token only, are one sequence.
         order = sorted(requests_by_inputs, key=lambda inputs: -len(inputs))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         self.decoder.eval()

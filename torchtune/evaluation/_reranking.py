@@ -66,7 +66,7 @@ class Reranker:
         path = Path(folder).expanduser() / RERANKER_FILE
         if not path.is_file():
             raise EvaluationError(
-                f"{folder}: there is no {RERANKER_FILE} in it, so it is no reranker: train one with "
+                f"{folder}: there is no {RERANKER_FILE} in it, so it is not a reranker: train one with "
                 "torchtune.rlhf.loss.RerankBCELoss."
             )
         content = read_object(path)

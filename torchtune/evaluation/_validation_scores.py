@@ -258,8 +258,8 @@ def _first_rows(loader_val: BatchLoader, count: int) -> list[EvalRow]:
         conversations = dataset.first_conversations(count - len(rows))
         if conversations is None:
             raise EvaluationError(
-                f"scores: the rows of {_SETTING} ({type(dataset).__name__}) are no conversations or questions, so that "
-                "there is nothing to answer: use a dataset of conversations, or leave scores out."
+                f"scores: the rows of {_SETTING} ({type(dataset).__name__}) are not conversations or questions, so "
+                "that there is nothing to answer: use a dataset of conversations, or leave scores out."
             )
         for number, columns, conversation in conversations:
             rows.append(row_of_conversation(number, columns, conversation, f"{_SETTING}, line {number + 1}"))

@@ -155,7 +155,7 @@ class RunFolder:
             owner = read_json(self.path / ".run.lock")
             if owner["host"] == platform.node():
                 with suppress(PermissionError):  # of another user's process
-                    os.kill(int(owner["pid"]), 0)
+                    os.kill(int(owner["pid"]), 0)  # sends no signal, but raises if there is no such process
             return "is going on"
         except (UserError, OSError, KeyError, ValueError, TypeError):  # there is no lock, or no such process
             if self.events:
@@ -242,7 +242,7 @@ class RunFolder:
 
     def slow_steps(self) -> list[tuple[int, float, float]]:
         """Return (step, seconds, median) of steps over three times the median, excluding saving and validation."""
-        seconds_per_step = {}
+        seconds_per_step = {}  # a mean over the steps since the last logged one
         for (previous_step, start), (step, end) in itertools.pairwise(self.curve("elapsed_seconds")):
             metrics = self.steps[step]
             share_lost = metrics.get("lost_to_saving", 0.0) + metrics.get("lost_to_validation", 0.0)

@@ -113,7 +113,7 @@ def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
     """
     if not isinstance(loss, GRPOLoss):
         raise RolloutError(
-            f"loss: {type(loss).__name__} takes no sampled answers: give one of the GRPO family, for example "
+            f"loss: {type(loss).__name__} does not train on sampled answers: give one of the GRPO family, for example "
             "torchtune.rlhf.loss.GRPOLoss."
         )
     if loss.importance_cap is not None and not getattr(sampler, "gives_log_probs", True):

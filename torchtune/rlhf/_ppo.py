@@ -306,7 +306,7 @@ def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
     """
     if not isinstance(loss, PPOLoss):
         raise RolloutError(
-            f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
+            f"loss: {type(loss).__name__} does not train a value model: give torchtune.rlhf.loss.PPOLoss, or run "
             "the recipe grpo with a loss of the GRPO family."
         )
     loss.check_model(models)
@@ -393,7 +393,7 @@ def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) 
     if num_answers > num_prompts:
         epochs = math.ceil(num_answers / num_prompts)
         raise RolloutError(
-            f"num_steps: {num_answers:,} answers are asked for, and the dataset has {num_prompts:,} prompts: set it to "
+            f"num_steps: {num_answers:,} answers are requested, but the dataset has {num_prompts:,} prompts: set it to "
             f"null and epochs={epochs}."
         )
     return num_answers // batch_size

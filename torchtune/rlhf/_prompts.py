@@ -96,7 +96,8 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
         missing = {"tokens", "labels", "row", "number"} - example.keys()
         if missing:
             raise DataError(
-                f"dataset: an example has no '{min(missing)}', it is no prompt: use torchtune.datasets.prompt_dataset."
+                f"dataset: an example has no '{min(missing)}', so it is not a prompt: use "
+                "torchtune.datasets.prompt_dataset."
             )
         tokens = example["tokens"]
         prompt_labels = torch.as_tensor(example["labels"])  # [s]
@@ -212,7 +213,7 @@ def can_share_prefixes(model: nn.Module, share_prefix: bool | None = None) -> bo
         return False
     decoder = text_decoder(model)
     if not isinstance(decoder, TransformerDecoder):
-        reason = f"{type(decoder).__name__} is no TransformerDecoder"
+        reason = f"{type(decoder).__name__} is not a TransformerDecoder"
     elif hasattr(model, "prefix_obstacle"):  # a model around the decoder may have obstacles of its own
         reason = model.prefix_obstacle()
     else:

@@ -256,7 +256,7 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
 
 def not_needed_error(setting: str, loss: AnswerLoss) -> ReferenceError:
     """Return the error of a setting of the reference, for a loss without one."""
-    return ReferenceError(f"{setting}: {type(loss).__name__} does without a reference: set it to null.")
+    return ReferenceError(f"{setting}: {type(loss).__name__} needs no reference: set it to null.")
 
 
 @torch.no_grad()

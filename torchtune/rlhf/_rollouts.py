@@ -59,7 +59,7 @@ class Rollout:
         if tokens.dim() != 1 or tokens.is_floating_point() or (tokens < 0).any():
             first_tokens = tokens.flatten()[:4].tolist()
             raise RolloutError(
-                f"A sampler gave tokens that are no ids, {first_tokens} … of shape {list(tokens.shape)} and "
+                f"A sampler gave tokens that are not token ids, {first_tokens} … of shape {list(tokens.shape)} and "
                 f"{tokens.dtype}: they must be int64 [s], from 0."
             )
         log_probs = self.log_probs

@@ -460,7 +460,7 @@ class ServerSampler:
         standard_error = (deviations.std() / len(deviations) ** 0.5).item()
         if abs(mean) > max(_MOST_BIAS, _MOST_STANDARD_ERRORS * standard_error):
             raise RolloutError(
-                f"The answers of {self._urls} are no draws from the model's distribution at temperature "
+                f"The answers of {self._urls} are not samples from the model's distribution at temperature "
                 f"{self.temperature:g}: over {len(deviations)} tokens they are {mean:+.3f} ± {standard_error:.3f} "
                 f"{description}. Start the server without top-p, top-k or a temperature of its own."
             )

@@ -379,7 +379,8 @@ def _truncate_record(path: Path, step: int) -> None:
                 is_repeated = json.loads(line)["step"] >= step
             except (ValueError, KeyError, TypeError) as error:
                 raise RolloutError(
-                    f"{path}: line {number} is no answer of a step: the run would append to this file, so move it away."
+                    f"{path}: line {number} is not an answer of a step: the run would append to this file, so move it "
+                    "away."
                 ) from error
             if is_repeated:
                 break

@@ -92,7 +92,7 @@ def post_json(
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RolloutError(f"The reply of {url} is no JSON: is it an OpenAI-compatible server?") from error
+        raise RolloutError(f"The reply of {url} is not JSON: is it an OpenAI-compatible server?") from error
 
 
 def _read_body(reply: http.client.HTTPResponse, url: str, deadline: float, most_bytes: int) -> bytes:
@@ -123,7 +123,7 @@ def _describe_http_error(error: urllib.error.HTTPError) -> str:
 
 
 def _invalid_url_error(url: str) -> RolloutError:
-    return RolloutError(f"'{url}' is no url: write it as http://host:port/v1.")
+    return RolloutError(f"'{url}' is not a URL: write it as http://host:port/v1.")
 
 
 def _timeout_error(url: str, timeout: float) -> NoReplyError:
@@ -218,7 +218,7 @@ class Server(ABC):
                 "server without a fixed model, or correct the url."
             )
         if len(choices) != num_samples:
-            raise RolloutError(f"{url} gave {len(choices)} answers in the place of {num_samples} to a prompt.")
+            raise RolloutError(f"{url} gave {len(choices)} answers instead of {num_samples} to a prompt.")
         return reply
 
     def _check_count(self, count: int) -> None:
@@ -365,8 +365,8 @@ class VLLMServer(Server):
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise RolloutError(
-                    f"{self.url} reads or writes other tokens than this model ({_format_value(token)} is no token id "
-                    f"below {vocab_size}): it serves another one."
+                    f"{self.url} reads or writes other tokens than this model ({_format_value(token)} is not a token "
+                    f"id below {vocab_size}): it serves another one."
                 )
         prompt_tokens = choice.get("prompt_token_ids")
         if prompt_tokens is not None and prompt_tokens != list(prompt):
@@ -374,7 +374,7 @@ class VLLMServer(Server):
         for value in log_probs:
             if type(value) not in (int, float) or not _LEAST_LOG_PROB < value <= MOST_LOG_PROB:
                 raise RolloutError(
-                    f"{self.url} gave a token the log-prob {_format_value(value)}, which is no number from "
+                    f"{self.url} gave a token the log-prob {_format_value(value)}, which is not a number from "
                     f"{_LEAST_LOG_PROB:g} to 0: look at the server's log, its weights or their dtype may be wrong."
                 )
         return Rollout(
@@ -470,7 +470,7 @@ class TransformersServer(Server):
             raise RolloutError(f"{self.url} does not say how many tokens it read and wrote (usage).")
         if num_prompt_tokens != len(prompt):
             raise RolloutError(
-                f"{self.url} reads {num_prompt_tokens} tokens in the place of the prompt's {len(prompt)}: its text "
+                f"{self.url} reads {num_prompt_tokens} tokens instead of the prompt's {len(prompt)}: its text "
                 "does not become the same tokens there; change the prompt, or use a server that takes token ids."
             )
         self._check_count(num_sampled)

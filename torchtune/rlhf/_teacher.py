@@ -143,8 +143,8 @@ def setup_kd_loss(loss: Any, *, compile: bool = False) -> Any:
     """
     if not hasattr(loss, "distill"):
         raise LossError(
-            f"kd_loss: {type(loss).__name__} compares no two models: give a divergence of torchtune.modules.loss, such "
-            "as ForwardKLWithChunkedOutputLoss, or a subclass of DivergenceLoss."
+            f"kd_loss: {type(loss).__name__} does not compare two models: give a divergence of torchtune.modules.loss, "
+            "such as ForwardKLWithChunkedOutputLoss, or a subclass of DivergenceLoss."
         )
     ignored_label = getattr(loss, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
     if ignored_label != CROSS_ENTROPY_IGNORE_IDX:

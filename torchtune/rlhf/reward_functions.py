@@ -212,7 +212,7 @@ class JSONFields(_ColumnReward):
         if not isinstance(expected, Mapping):
             expected = _parse_json_object(str(expected))
         if expected is None:
-            raise RolloutError(f"column '{self.column}' is no JSON object")
+            raise RolloutError(f"column '{self.column}' is not a JSON object")
         answer = _parse_json_object(text)
         if answer is None:
             return 0.0
@@ -359,7 +359,7 @@ class JudgeReward(_RowReward):
         try:
             prompt = self.prompt.format_map({**row, "text": text})
         except KeyError as error:
-            raise RolloutError(f"the prompt names {error}, which is no column of the row") from error
+            raise RolloutError(f"the prompt names {error}, which is not a column of the row") from error
         messages = [{"role": "user", "content": prompt}]
         body = {"model": self.model, "messages": messages, "temperature": 0.0}
         reply = post_json(f"{self.url}/chat/completions", body, timeout=self.timeout)
@@ -368,7 +368,7 @@ class JudgeReward(_RowReward):
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
         if not isinstance(verdict, str):
-            raise RolloutError(f"{self.url} replies with no text but a {type(verdict).__name__}")
+            raise RolloutError(f"{self.url} replies with a {type(verdict).__name__} instead of a text")
         match = self.pattern.search(verdict)
         if match is None:
             return None
@@ -533,7 +533,7 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}.") from error
 
 
 def _parse_json_object(text: str) -> dict[str, Any] | None:

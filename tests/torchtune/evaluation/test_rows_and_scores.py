@@ -106,7 +106,7 @@ def test_a_score_with_several_patterns_has_several_names():
     [
         (["exat"], "there is no score 'exat'; did you mean 'exact'"),
         (["regex"], "lacks its pattern"),
-        (["regex:("], "is no regular expression"),
+        (["regex:("], "is not a regular expression"),
         (["exact", "exact:a", "exact"], "'exact' is given twice"),
         (["no_such_module.score"], "no_such_module"),
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
@@ -120,7 +120,7 @@ def test_unknown_or_invalid_score_is_refused(names, message):
 def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_path):
     rows = rows_of(tmp_path, {"prompt": "a", "answer": "{}"}, {"prompt": "a", "answer": "b"}, {"prompt": "a"})
     check_scores(make_scores(["json"]), rows[:1], "rows.jsonl")
-    with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is no JSON object"):
+    with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is not a JSON object"):
         check_scores(make_scores(["json"]), rows, "rows.jsonl")
     with pytest.raises(EvaluationError, match="line 3: score 'exact': the row has no column 'answer'"):
         check_scores(make_scores(["exact"]), rows, "rows.jsonl")

@@ -276,7 +276,7 @@ def test_a_resumed_run_truncates_the_records_of_all_ranks(tmp_path):
     record.write(3, nothing, torch.zeros(0, 2), 1)
     assert [path.read_text().count("step") for path in files] == [2, 2]
     files[0].write_text('{"step": 1}\n[]\n')
-    with pytest.raises(RolloutError, match="line 2 is no answer of a step"):
+    with pytest.raises(RolloutError, match="line 2 is not an answer of a step"):
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
 
 

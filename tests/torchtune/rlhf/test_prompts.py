@@ -152,7 +152,7 @@ def test_models_without_support_for_prefixes_share_none():
         (beside_attention, "layer 1 has GatedDeltaNet"),
         (make(attn_dropout=0.1), "attn_dropout"),
         (replaced, "layer 1 computes attention with a function of its own"),
-        (nn.Linear(2, 2), "no TransformerDecoder"),
+        (nn.Linear(2, 2), "is not a TransformerDecoder"),
     ):
         assert not can_share_prefixes(model)
         with pytest.raises(SharingError, match=f"^share_prefix: .*{reason}.*: set it to null"):

@@ -114,7 +114,7 @@ def test_a_server_with_stale_weights_ends_the_run(checkpoint, make):
 def test_answers_of_another_distribution_are_refused(fault, said, checkpoint, make):
     with tiny_server(checkpoint, fault) as server:
         sampler = make(server, max_new_tokens=24, max_difference=9.0)
-        with pytest.raises(RolloutError, match=r"are no draws from the model's distribution") as caught:
+        with pytest.raises(RolloutError, match=r"are not samples from the model's distribution") as caught:
             sampler(PROMPTS, 24, [1, 2])
     assert re.search(said, str(caught.value)), str(caught.value)
 

@@ -10,6 +10,8 @@ from torchtune.rlhf._rollouts import RolloutError
 from torchtune.rlhf._servers import post_json
 from torchtune.utils import require
 
+_NUM_SEEDS = 2**31  # these libraries take seeds of 32 bits with a sign, seeds of episodes have 64
+
 
 class OpenEnv:
     """Environment on an OpenEnv server with MCP tools, over HTTP; its packages stay in the server's process.
@@ -40,7 +42,7 @@ class OpenEnv:
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         reply = post_json(self._url, body, timeout=self._timeout)
         if not isinstance(reply, Mapping) or reply.get("result") is None:
-            raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is no result.")
+            raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is not a result.")
         return reply["result"]
 
     def reset(self) -> None:
@@ -113,7 +115,7 @@ class OpenEnvGym:
     def reset(self, seed: int, **row: Any) -> str:
         """Begin a session and an episode."""
         self._socket = self._client.connect(f"ws{self._url.removeprefix('http')}/ws", open_timeout=self._timeout)
-        return self._send("reset", {"seed": seed % 2**31, **row})
+        return self._send("reset", {"seed": seed % _NUM_SEEDS, **row})
 
     def act(self, **action: Any) -> str:
         """Take an action."""
@@ -169,7 +171,7 @@ class Gymnasium:
 
     def reset(self, seed: int) -> str:
         """Begin an episode."""
-        observation, _ = self._env.reset(seed=seed % 2**31)
+        observation, _ = self._env.reset(seed=seed % _NUM_SEEDS)
         return self._text(observation)
 
     def act(self, action: str) -> str:
@@ -183,7 +185,7 @@ class Gymnasium:
         if action.strip().isdecimal() and hasattr(space, "n"):  # actions are numbers
             value = int(action)
         if not space.contains(value):
-            return f"'{action}' is no action, actions are {space}"
+            return f"'{action}' is not an action, actions are {space}"
         observation, reward, terminated, truncated, _ = self._env.step(value)
         self._reward += float(reward)
         self.done = bool(terminated or truncated)
@@ -227,7 +229,7 @@ class TextArena:
 
     def reset(self, seed: int) -> str:
         """Begin a game."""
-        self._env.reset(num_players=1, seed=seed % 2**31)
+        self._env.reset(num_players=1, seed=seed % _NUM_SEEDS)
         return self._text()
 
     def act(self, action: str) -> str:

@@ -206,7 +206,7 @@ def setup_loss(loss: Any, model: nn.Module, dims: ParallelDims | None = None) ->
     """
     if not isinstance(loss, AnswerLoss):
         raise LossError(
-            f"loss: {type(loss).__name__} is no loss of preferences: use one of torchtune.rlhf.loss, for example "
+            f"loss: {type(loss).__name__} is not a preference loss: use one of torchtune.rlhf.loss, for example "
             "torchtune.rlhf.loss.DPOLoss, or run a fine-tuning recipe."
         )
     loss.check_model(model)

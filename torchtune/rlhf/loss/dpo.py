@@ -433,7 +433,7 @@ class ORPOLoss(PreferenceLoss):
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """Return log(p / (1 − p)), with p clamped below 1."""
+    """Return log(p / (1 − p)), with p clamped below 1, where the odds are infinite."""
     log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     return log_prob - torch.log(-torch.expm1(log_prob))
 

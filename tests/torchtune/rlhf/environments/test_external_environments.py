@@ -137,8 +137,8 @@ def test_gymnasium_adds_up_rewards_until_the_end():
     pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
     lake = Gymnasium("FrozenLake-v1", is_slippery=False)
     assert "[S]FFF" in lake.reset(seed=2**40)
-    assert "is no action" in lake.act("7")
-    assert "is no action" in lake.act("left")
+    assert "is not an action" in lake.act("7")
+    assert "is not an action" in lake.act("left")
     for action in "112122":
         assert not lake.done
         text = lake.act(action)
