@@ -112,7 +112,7 @@ NOT_RUN = {
     "tune chat --model /tmp/run": "reads the terminal",
     "tune serve /tmp/run": "serves until it is stopped",
     "vllm serve /tmp/orders_merged": "needs vLLM",
-    "transformers serve": "serves until it is stopped; tests/torchtune/rlhf/test_server_sampler.py has a server",
+    "transformers serve": "serves until it is stopped; tests/torchtune/rlhf/test_samplers.py has a server",
 }
 # The pages' /tmp holds a tiny checkpoint and a tiny GGUF file under the names of those that one would download.
 # What stands in commands that train or generate, and in the configs that they name -> what takes its place.

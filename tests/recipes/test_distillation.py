@@ -143,7 +143,10 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path):
     ("change", "words"),
     [
         ({"teacher_cache": "/dev/null/x", "kd_loss": KD}, "teacher_cache: /dev/null/x/train cannot be written to"),
-        ({"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}}, "LinearCrossEntropyLoss compares no two"),
+        (
+            {"kd_loss": {"_component_": f"{LOSSES}LinearCrossEntropyLoss"}},
+            "LinearCrossEntropyLoss does not compare two",
+        ),
         ({"kd_loss__ignore_index": -1}, "kd_loss: it ignores the label -1"),
         ("another tokenizer", r"token \d+ is .*teacher/tokenizer.json.* models are compared by token ids"),
         ("a reward model", r"a teacher predicts tokens, and this one ends in 1 output"),

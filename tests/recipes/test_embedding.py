@@ -145,7 +145,7 @@ def test_checkpoint_has_the_files_of_sentence_transformers(pooling, tmp_path):
             LossError,
             "all 8 examples have the same positive, and no negatives",
         ),
-        ({"reference_cache": "x"}, UserError, "does without a reference"),
+        ({"reference_cache": "x"}, UserError, "needs no reference"),
         ({"loss": {**LOSS, "matryoshka_dims": [64]}}, LossError, "embeddings have 32 dimensions"),
         (
             {"loss": {**LOSS, "texts_per_pass": 4}, "optimizer_in_bwd": True},

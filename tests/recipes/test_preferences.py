@@ -189,7 +189,7 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        (FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}}, "no loss of preferences"),
+        (FULL, {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}}, "is not a preference loss"),
         ("full_finetune_single_device", {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss"),
         (FULL, {"loss": {"_component_": "torchtune.rlhf.loss.RewardLoss"}}, "needs a model with one output"),
         (
@@ -260,6 +260,6 @@ def test_a_reference_that_is_not_the_start_of_the_run_is_refused(tmp_path, monke
     """The first loss is no longer ln 2, and the run says so before it trains."""
     earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
     adapter = {"checkpointer__adapter_checkpoint": str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")}
-    monkeypatch.setattr(_reference, "_equals_base", lambda *_: True)  # so it would be switched off
+    monkeypatch.setattr(_reference, "equals_base", lambda *_: True)  # so it would be switched off
     with pytest.raises(UserError, match="at the first step the two differ"):
         start(LORA, tmp_path, batch_size=6, **adapter)

@@ -138,7 +138,7 @@ def test_a_teacher_pulls_the_student_towards_it(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss takes no sampled answers"),
+        ({"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "DPOLoss does not train on sampled answers"),
         ({"rewards": []}, "rewards.*is empty"),
         ({"num_samples": 1}, "num_samples.*is 1"),
         ({"sampler__max_new_tokens": 5000}, "prompt of row .* leave it out with filter_fn"),

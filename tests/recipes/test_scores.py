@@ -168,13 +168,13 @@ def test_rows_without_a_readable_answer_are_refused_by_line(tmp_path, questions)
     )
     settings = settings_of(questions)
     settings["dataset_val"] = {**settings["dataset"], "data_files": str(texts)}
-    with pytest.raises(EvaluationError, match="dataset_val, line 1: score 'json': column 'answer' is no JSON object"):
+    with pytest.raises(EvaluationError, match=r"dataset_val, line 1: score 'json': .*'answer' is not a JSON object"):
         start(NAME, tmp_path, **settings, train=False)
     plain = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "json", "column": "text"}
     plain["data_files"] = str(write_lines(tmp_path / "plain.jsonl", [{"text": "the cat sees the dog"}]))
     settings["dataset_val"] = plain
     with pytest.raises(
-        EvaluationError, match=r"the rows of dataset_val \(TextCompletionDataset\) are no conversations or questions"
+        EvaluationError, match=r"the rows of dataset_val \(TextCompletionDataset\) are not conversations or questions"
     ):
         start(NAME, tmp_path, **settings, train=False)
 

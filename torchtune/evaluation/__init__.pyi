@@ -1,5 +1,3 @@
-from ._classification import ClassificationReport as ClassificationReport
-from ._classification import evaluate_classifier as evaluate_classifier
 from ._compare_models import Comparison as Comparison
 from ._compare_models import compare_layers as compare_layers
 from ._compare_models import compare_models as compare_models
@@ -7,8 +5,10 @@ from ._compare_models import logits_of as logits_of
 from ._eval_rows import EvalRow as EvalRow
 from ._eval_rows import EvaluationError as EvaluationError
 from ._eval_rows import read_eval_rows as read_eval_rows
-from ._perplexity import Perplexity as Perplexity
-from ._perplexity import perplexity as perplexity
+from ._labeled_rows import ClassificationReport as ClassificationReport
+from ._labeled_rows import Perplexity as Perplexity
+from ._labeled_rows import evaluate_classifier as evaluate_classifier
+from ._labeled_rows import perplexity as perplexity
 from ._reranking import Reranker as Reranker
 from ._reranking import evaluate_reranking as evaluate_reranking
 from ._retrieval import EmbeddingSettings as EmbeddingSettings

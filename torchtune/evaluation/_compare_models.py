@@ -80,15 +80,17 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
         p = first_logits.double().cpu()  # [s, v]
         q = second_logits.double().cpu()
         difference = (p - q).abs()
-        log_p = p.log_softmax(-1)
-        log_q = q.log_softmax(-1)
         maxima.append(difference.max())
         total_difference += difference.sum()
         total_variance += p.var(-1, correction=0).sum()
-        total_kl += (log_p.exp() * (log_p - log_q)).sum()
+        log_p = p.log_softmax(-1)
+        log_q = q.log_softmax(-1)
+        kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [s]
+        total_kl += kl.sum()
         num_logits += p.numel()
         tokens += len(p)
-        equal_tokens += int((p.argmax(-1) == q.argmax(-1)).sum())
+        has_equal_argmax = p.argmax(-1) == q.argmax(-1)  # [s]
+        equal_tokens += int(has_equal_argmax.sum())
         if p.shape[-1] == 1:  # a reward model: a single number differs from others only in other prompts
             scores.append(p.flatten())
     variance = total_variance / tokens
@@ -117,7 +119,8 @@ def logits_of(model: TransformerDecoder, prompts: Iterable[Tensor]) -> list[Tens
         3
     """
     device = next(model.parameters()).device
-    is_classifier = getattr(getattr(model, "description", None), "is_classifier", False)
+    description = getattr(model, "description", None)  # a user's model may lack it
+    is_classifier = description is not None and description.is_classifier
     logits = []
     for ids in prompts:
         prompt_logits = model(ids[None].to(device), output="logits")[0]  # [s, v]
@@ -180,7 +183,8 @@ def _probe_output(model: nn.Module, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # the same input for both models
     if isinstance(module, nn.Linear | LoRALinear) and leaf == "weight":
         x = torch.randn(_PROBES, parameter.shape[1], generator=generator)
-        return module(x.to(parameter.device, parameter.dtype)).float().view(1, -1)
+        y = module(x.to(parameter.device, parameter.dtype))  # with the adapter, if there is one
+        return y.float().view(1, -1)
     if isinstance(module, GroupedExperts):
         shapes = module.matrix_shapes()
         if leaf in shapes:

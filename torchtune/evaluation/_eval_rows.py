@@ -1,7 +1,7 @@
 """Read evaluation rows: a conversation without the answer, and the reference answer."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,8 +144,10 @@ def row_of_conversation(number: int, columns: Mapping[str, Any], conversation: C
 def _make_row(
     line: int, messages: list[Message], tools: list[Any] | None, reference: Message | None, columns: Mapping[str, Any]
 ) -> EvalRow:
-    # As in a file of prompts, so that the file of answers can be compared with it.
-    prompt_value: Any = [{"role": turn.role, "content": _content_of(turn), **turn.extra} for turn in messages]
+    """Build a row; ``given`` is as in a file of prompts, so that the file of answers can be compared with it."""
+    prompt_value: Any = []
+    for turn in messages:
+        prompt_value.append({"role": turn.role, "content": _content_of(turn), **turn.extra})
     if tools is not None:
         prompt_value = {"messages": prompt_value, "tools": tools}
     expects_call = reference is not None and bool(reference.extra.get("tool_calls"))
@@ -180,10 +182,10 @@ def _split_answer(
     reference = None
     if messages and messages[-1].role == "assistant":
         reference = messages.pop()
-    # A column of the right answer is preferred to the last turn.
-    names = ("answer",) if reference is not None else _ANSWERS
     if answer is None:
-        answer = next((name for name in names if row.get(name) is not None and name != prompt), None)
+        # A column of the right answer is preferred to the last turn; other names may mean something else beside it.
+        names = _ANSWERS if reference is None else ("answer",)
+        answer = _first_column(row, [name for name in names if name != prompt])
     if answer is not None and _is_turn(row[answer]):
         # Several turns, such as calls of tools and their results: the last one is the answer.
         *earlier_turns, reference = as_messages(answer_turns(row, answer))
@@ -204,7 +206,16 @@ def _is_turn(value: Any) -> bool:
     return isinstance(turn, Mapping) and ("role" in turn or "from" in turn)
 
 
+def _first_column(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """Return the first of the names that a row has a value for; None if it has none of them."""
+    for name in names:
+        if row.get(name) is not None:
+            return name
+    return None
+
+
 def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversation:
+    """Return the conversation of a row, in the column ``prompt`` or as the format of the row says."""
     row_format = format_of(row)
     images = images_of_columns(row)
     if prompt is None and row_format.kind == "Alpaca" and not images:
@@ -219,12 +230,15 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
         prompt = conversation_column
         row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:
-        prompt = next((name for name in _QUESTIONS if row.get(name) is not None), None)
+        prompt = _first_column(row, _QUESTIONS)
     if prompt is None:
         raise DataError(f"none of the columns {', '.join(map(str, row)) or '(there are none)'} is a prompt")
     row = unfold_prompt(row, prompt)
     value = row[prompt]
-    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "from" in value[0]:
-        columns = {"conversations": prompt, "image": "images" if row.get("images") else "image"}
-        return Conversation(**ShareGPTToMessages(column_map=columns)({"image": None, **row}))
+    is_list = isinstance(value, list) and len(value) > 0
+    is_sharegpt = is_list and isinstance(value[0], Mapping) and "from" in value[0]
+    if is_sharegpt:
+        image_column = "images" if row.get("images") else "image"
+        transform = ShareGPTToMessages(column_map={"conversations": prompt, "image": image_column})
+        return Conversation(**transform({"image": None, **row}))
     return read_conversation(row, with_images(value, images), columns=(prompt,))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from torchtune.data import DataError, Message, collate_documents, format_content_with_images
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, Message, collate_documents, format_content_with_images
 from torchtune.evaluation._eval_rows import EvaluationError
 from torchtune.generation import (
     check_generates,
@@ -91,6 +91,11 @@ def tokenize_image_question(tokenizer: Any, text: str, media: Mapping[str, Any],
     return row
 
 
+def _progress(total: int, title: str, is_disabled: bool) -> tqdm:
+    """Return a progress bar, which is shown in a terminal only."""
+    return tqdm(total=total, desc=title, disable=True if is_disabled else None)  # None: shown in a terminal
+
+
 class HarnessModel(_harness.TemplateLM):
     """Model for ``lm_eval.simple_evaluate``, which computes log-likelihoods and generates answers.
 
@@ -137,6 +142,7 @@ class HarnessModel(_harness.TemplateLM):
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
         self._multiple = sequence_multiple(self.decoder)
+        # Without a beginning-of-sequence token, texts begin after the end of another one, as in pretraining.
         bos = getattr(tokenizer, "bos_id", None)
         self._prefix = tokenizer.eos_id if bos is None else bos
         self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
@@ -212,23 +218,26 @@ class HarnessModel(_harness.TemplateLM):
             # The last token is predicted and not an input.
             requests_by_inputs[tuple(tokens[-(self.max_length + 1) : -1])].append(index)
         self._warn_truncated(num_truncated, len(requests))
-        # Longest first: a batch that does not fit in memory fails at once.
+        # Longest first: a batch that does not fit in memory fails at once. Requests with equal inputs, whose
+        # continuations differ in their last token only, are one sequence.
         order = sorted(requests_by_inputs, key=lambda inputs: -len(inputs))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         self.decoder.eval()
-        bar = tqdm(total=len(requests), desc="Log-likelihoods", disable=True if disable_tqdm else None)
-        with bar:
+        with _progress(len(requests), "Log-likelihoods", disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
                 batch_inputs = order[start : start + self.batch_size]
-                rows = [{"tokens": list(inputs), "labels": [-100] * len(inputs)} for inputs in batch_inputs]
-                batch = collate_documents(rows).pad_to_multiple(self._multiple)
-                hidden = self.decoder(**batch.to(self.device).model_inputs(), output="hidden")[0]  # [t, d]
+                rows = []
+                for inputs in batch_inputs:
+                    rows.append({"tokens": list(inputs), "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(inputs)})
+                batch = collate_documents(rows).pad_to_multiple(self._multiple).to(self.device)
+                hidden = self.decoder(**batch.model_inputs(), output="hidden")[0]  # [t, d]
                 end = 0  # of the inputs in the packed row
                 for inputs in batch_inputs:
                     end += len(inputs)
                     targets = {index: requests[index][2] for index in requests_by_inputs[inputs]}
                     longest = max(map(len, targets.values()))
-                    for index, values in self._score_targets(hidden[end - longest : end], targets).items():
+                    target_hidden = hidden[end - longest : end]  # [n, d]
+                    for index, values in self._score_targets(target_hidden, targets).items():
                         if math.isnan(values[0]):
                             raise EvaluationError(_NAN_MESSAGE)
                         results[index] = values
@@ -247,8 +256,7 @@ class HarnessModel(_harness.TemplateLM):
         if text_requests:
             text_results = iter(super().loglikelihood(text_requests, disable_tqdm=disable_tqdm))
         results = []
-        bar = tqdm(total=num_images, desc="Log-likelihoods with images", disable=True if disable_tqdm else None)
-        with bar:
+        with _progress(num_images, "Log-likelihoods with images", disable_tqdm) as bar:
             for request in requests:
                 if len(request.args) <= 2:
                     results.append(next(text_results))
@@ -266,17 +274,20 @@ class HarnessModel(_harness.TemplateLM):
         if not answer:
             raise EvaluationError("tasks: an answer is empty: write what doc_to_choice or doc_to_target gives.")
         row = tokenize_image_question(self.torchtune_tokenizer, context, media, self.max_length + 1 - len(answer))
-        tokens = torch.tensor([[*row["tokens"], *answer[:-1]]], device=self.device)
-        positions = torch.arange(tokens.shape[1], device=self.device)[None]
-        inputs = images_of_batch([images_of_row(row, self.device)], [tokens.shape[1]], positions)
+        sequence = [*row["tokens"], *answer[:-1]]  # the last token is predicted and not an input
+        tokens = torch.tensor([sequence], device=self.device)  # [1, s]
+        positions = torch.arange(len(sequence), device=self.device)[None]
+        row_images = images_of_row(row, self.device)
+        inputs = images_of_batch([row_images], [len(sequence)], positions)
         self.model.eval()
-        hidden = self.model(tokens, **inputs, output="hidden")[0]
+        hidden = self.model(tokens, **inputs, output="hidden")[0]  # [s, d]
         result = self._score_targets(hidden[-len(answer) :], {0: answer})[0]
         if math.isnan(result[0]):
             raise EvaluationError(_NAN_MESSAGE)
         return result
 
     def _warn_truncated(self, count: int, total: int) -> None:
+        """Warn of sequences that lose their beginning, if there are any."""
         if count:
             get_logger().warning(
                 f"{count:,} of {total:,} sequences are longer than max_seq_length={self.max_length} and lose their "
@@ -334,7 +345,7 @@ class HarnessModel(_harness.TemplateLM):
         for index, request in enumerate(requests):
             groups[repr(request.args[1]), len(request.args)].append(index)
         answers = [""] * len(requests)
-        bar = tqdm(total=len(requests), desc="Answers", disable=True if disable_tqdm else None)
+        bar = _progress(len(requests), "Answers", disable_tqdm)
         with bar, fast_linears(self.decoder, pack=self._use_cache):
             for indices in groups.values():
                 settings = _requests.normalize_gen_kwargs(requests[indices[0]].args[1], self.max_gen_toks)
@@ -357,7 +368,6 @@ class HarnessModel(_harness.TemplateLM):
             )
         eos = self.tok_decode([self.eot_token_id], skip_special_tokens=False)
         until = _requests.handle_stop_sequences(settings.get("until"), eos=eos or None)
-        stop = frozenset(map(int, self.torchtune_tokenizer.stop_tokens))
         max_new_tokens = settings["max_gen_toks"]
         if max_new_tokens >= self.max_length:
             raise EvaluationError(
@@ -372,7 +382,7 @@ class HarnessModel(_harness.TemplateLM):
             tail += max(len(self.tok_encode(text, add_special_tokens=False)) for text in stop_texts)
         sampling = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
         sampling["temperature"] = float(settings.get("temperature") or 0.0)
-        sampling["stop_tokens"] = list(stop)
+        sampling["stop_tokens"] = [int(token) for token in self.torchtune_tokenizer.stop_tokens]
         sampling["use_cache"] = self._use_cache
 
         def has_stop_text(tokens: list[int]) -> bool:
@@ -382,16 +392,30 @@ class HarnessModel(_harness.TemplateLM):
             return any(text in ending for text in stop_texts)
 
         if len(arguments[0]) > 2:
-            image_settings = {"max_generated_tokens": max_new_tokens, **sampling}
-            for index, (prompt, _, media) in enumerate(arguments):
-                row = tokenize_image_question(self.torchtune_tokenizer, prompt, media, max_prompt_tokens)
-                tokens = self._generate_image_answer(row, has_stop_text, image_settings)
+            answers = self._generate_image_answers(
+                arguments, max_prompt_tokens, max_new_tokens, has_stop_text, sampling
+            )
+        else:
+            prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
+            num_truncated = sum(len(tokens) > max_prompt_tokens for tokens in prompts)
+            self._warn_truncated(num_truncated, len(prompts))
+            prompts = [tokens[-max_prompt_tokens:] for tokens in prompts]
+            answers = self._generate_text_answers(prompts, max_new_tokens, has_stop_text, sampling)
+        with closing(answers):
+            for index, tokens in answers:
+                # A stop text may be followed by the remainder of its last token.
                 yield index, _requests.postprocess_generated_text(self.tok_decode(tokens), until, None)
-            return
-        prompts = [self.tok_encode(prompt) for prompt, _ in arguments]
-        self._warn_truncated(sum(len(tokens) > max_prompt_tokens for tokens in prompts), len(prompts))
-        prompts = [tokens[-max_prompt_tokens:] for tokens in prompts]
+
+    def _generate_text_answers(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        has_stop_text: Callable[[list[int]], bool],
+        sampling: dict[str, Any],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (index, tokens of the answer) of tokenized prompts as answers end, in a continuous batch."""
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # longest first
+        stop = frozenset(sampling["stop_tokens"])
         answers: list[list[int]] = [[] for _ in prompts]
         ended: list[int] = []  # in the latest step
 
@@ -413,17 +437,27 @@ class HarnessModel(_harness.TemplateLM):
         with closing(steps):
             for _ in steps:
                 for index in ended:
-                    yield index, _requests.postprocess_generated_text(self.tok_decode(answers[index]), until, None)
+                    yield index, answers[index]
                 ended.clear()
 
-    def _generate_image_answer(
-        self, row: dict[str, Any], has_stop_text: Callable[[list[int]], bool], sampling: dict[str, Any]
-    ) -> list[int]:
-        answer: list[int] = []
-        prompt = torch.tensor(row["tokens"], device=self.device)
-        with closing(stream(self.model, prompt, **sampling, **images_of_row(row, self.device))) as steps:
-            for token in steps:
-                answer.append(token)
-                if has_stop_text(answer):
-                    break
-        return answer
+    def _generate_image_answers(
+        self,
+        arguments: Sequence[tuple[Any, ...]],
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        has_stop_text: Callable[[list[int]], bool],
+        sampling: dict[str, Any],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield (index, tokens of the answer) of questions with images, one at a time."""
+        for index, (text, _, media) in enumerate(arguments):
+            row = tokenize_image_question(self.torchtune_tokenizer, text, media, max_prompt_tokens)
+            prompt = torch.tensor(row["tokens"], device=self.device)
+            images = images_of_row(row, self.device)
+            answer: list[int] = []
+            steps = stream(self.model, prompt, max_generated_tokens=max_new_tokens, **sampling, **images)
+            with closing(steps):
+                for token in steps:
+                    answer.append(token)
+                    if has_stop_text(answer):
+                        break
+            yield index, answer

@@ -66,7 +66,7 @@ class Reranker:
         path = Path(folder).expanduser() / RERANKER_FILE
         if not path.is_file():
             raise EvaluationError(
-                f"{folder}: there is no {RERANKER_FILE} in it, so it is no reranker: train one with "
+                f"{folder}: there is no {RERANKER_FILE} in it, so it is not a reranker: train one with "
                 "torchtune.rlhf.loss.RerankBCELoss."
             )
         content = read_object(path)
@@ -79,7 +79,8 @@ class Reranker:
     @torch.no_grad()
     def scores(self, pairs: Sequence[tuple[str, str]], *, batch_size: int = 32) -> Tensor:
         """Return the scores of pairs of a query and a document, float32 ``[n]``, on the host."""
-        limit = self.max_seq_len or getattr(self.tokenizer, "max_seq_len", None) or self.model.max_seq_len
+        tokenizer_limit = getattr(self.tokenizer, "max_seq_len", None)
+        limit = self.max_seq_len or tokenizer_limit or self.model.max_seq_len
         device = self.model.tok_embeddings.weight.device
         scores = []
         with evaluating(self.model):
@@ -114,11 +115,14 @@ def rerank(
     candidates = ranking[:, : min(first, num_texts)]  # [n, k]
     pairs = []
     for query, texts in zip(data.queries, candidates.tolist(), strict=True):
-        pairs += [(query, data.corpus[text]) for text in texts]
-    scores = reranker.scores(pairs, batch_size=batch_size).view(candidates.shape)
-    order = candidates.gather(1, scores.argsort(dim=1, descending=True, stable=True))
-    ranking = torch.cat([order, ranking[:, candidates.shape[1] :]], dim=1)
-    values = torch.arange(num_texts, 0, -1.0).expand(ranking.shape)  # by rank
+        for text in texts:
+            pairs.append((query, data.corpus[text]))
+    scores = reranker.scores(pairs, batch_size=batch_size).view(candidates.shape)  # [n, k]
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    reranked = candidates.gather(1, order)
+    ranking = torch.cat([reranked, ranking[:, candidates.shape[1] :]], dim=1)  # [n, m]
+    # The text at rank r gets the value m - r.
+    values = torch.arange(num_texts, 0, -1.0).expand(ranking.shape)
     return torch.empty_like(values, memory_format=torch.contiguous_format).scatter(1, ranking, values)
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, collate_documents
 from torchtune.datasets import RowFormat, format_of, read_rows
 from torchtune.evaluation._eval_rows import EvaluationError
+from torchtune.generation import evaluating
 from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
 from torchtune.tokenizers import end_of_text
 from torchtune.training.parallel import sequence_multiple
@@ -70,18 +71,15 @@ def embed(
             raise EvaluationError(f"embed: text {number} has no tokens: leave it out.")
         documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
     device = model.tok_embeddings.weight.device
-    was_training = model.training
-    model.eval()
     vectors = []
-    try:
+    with evaluating(model):
         for start in tqdm(range(0, len(documents), batch_size), desc="Embedding", unit="batch", disable=None):
             batch = collate_documents(documents[start : start + batch_size])
-            # Tensor parallelism shares positions evenly between layers.
+            # Sequence parallelism splits the positions evenly over the ranks.
             batch = batch.pad_to_multiple(sequence_multiple(model)).to(device)
-            hidden = model(**batch.model_inputs(), output="hidden")
-            vectors.append(pooled_embeddings(hidden, batch, pooling)[:, :dimensions].float().cpu())
-    finally:
-        model.train(was_training)
+            hidden = model(**batch.model_inputs(), output="hidden")  # [1, t, d]
+            embeddings = pooled_embeddings(hidden, batch, pooling)  # [n, d]
+            vectors.append(embeddings[:, :dimensions].float().cpu())
     return F.normalize(torch.cat(vectors), dim=-1)
 
 
@@ -117,8 +115,13 @@ class EmbeddingSettings:
         pooling: Pooling = "last"
         if pooling_path.is_file():
             config = read_object(pooling_path)
-            modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-            modes += [config["pooling_mode"]] if "pooling_mode" in config else []
+            # One entry per mode, or a single entry in later releases of sentence-transformers.
+            modes = []
+            for name, value in config.items():
+                if name.startswith("pooling_mode_") and value is True:
+                    modes.append(name)
+            if "pooling_mode" in config:
+                modes.append(config["pooling_mode"])
             if modes in (["pooling_mode_mean_tokens"], ["mean"]):
                 pooling = "mean"
             elif modes not in (["pooling_mode_lasttoken"], ["lasttoken"]):
@@ -127,10 +130,12 @@ class EmbeddingSettings:
                     "the mean are read."
                 )
         prompts_path = path / "config_sentence_transformers.json"
-        content = read_object(prompts_path) if prompts_path.is_file() else {}
+        content = {}
+        if prompts_path.is_file():
+            content = read_object(prompts_path)
         prompts = content.get("prompts") or {}
-        # An entry of this library: sentence-transformers has no setting for it.
-        return cls(pooling, prompts.get("query", ""), prompts.get("document", ""), content.get("add_eos"))
+        add_eos = content.get("add_eos")  # an entry of this library: sentence-transformers has no setting for it
+        return cls(pooling, prompts.get("query", ""), prompts.get("document", ""), add_eos)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -193,43 +198,54 @@ def read_retrieval(path: str | Path) -> RetrievalData:
 
 
 def _from_ids(path: Path, content: Mapping[str, Any]) -> RetrievalData:
+    """Return the queries with relevant texts, of an object that maps ids; see :func:`read_retrieval`."""
     for name in _PARTS:
         if not isinstance(content[name], Mapping) or not content[name]:
-            raise EvaluationError(
-                f"{path}: '{name}' must map ids to {'lists of ids' if name == 'relevant' else 'texts'}."
-            )
+            values = "lists of ids" if name == "relevant" else "texts"
+            raise EvaluationError(f"{path}: '{name}' must map ids to {values}.")
     index_of = {key: index for index, key in enumerate(content["corpus"])}
     queries = []
     relevant = []
     for key, ids in content["relevant"].items():
         if key not in content["queries"]:
             raise EvaluationError(f"{path}: 'relevant' has the query '{key}', which is not in 'queries'.")
-        unknown = [str(name) for name in ids if str(name) not in index_of]
-        if unknown or not ids:
-            what = f"'{unknown[0]}', which is not in 'corpus'" if unknown else "nothing: leave it out"
-            raise EvaluationError(f"{path}: 'relevant' of query '{key}' has {what}.")
+        if not ids:
+            raise EvaluationError(f"{path}: 'relevant' of query '{key}' has nothing: leave it out.")
+        indices = []
+        for text_id in map(str, ids):  # keys of JSON objects are strings, ids in lists may be numbers
+            if text_id not in index_of:
+                raise EvaluationError(f"{path}: 'relevant' of query '{key}' has '{text_id}', which is not in 'corpus'.")
+            indices.append(index_of[text_id])
         queries.append(content["queries"][key])
-        relevant.append([index_of[str(name)] for name in ids])
+        relevant.append(indices)
     return RetrievalData(queries, list(content["corpus"].values()), relevant)
 
 
 def _from_rows(path: Path, rows: Sequence[Any]) -> RetrievalData:
+    """Return the queries of rows, and all their passages as the corpus, each once; see :func:`read_retrieval`."""
     index_of: dict[str, int] = {}  # text -> its index in the corpus
     relevant_of: dict[str, list[int]] = {}  # query -> indices of its positives
     for number, row in enumerate(rows, 1):
-        row_format = format_of(row) if isinstance(row, Mapping) else RowFormat("no mapping")
+        row_format = RowFormat("no mapping")
+        if isinstance(row, Mapping):
+            row_format = format_of(row)
         if row_format.builder != "embedding_dataset":
             raise EvaluationError(
                 f"{path}: row {number} is {row_format.kind}: give an object with queries, corpus and relevant, or rows "
                 "of query and positive."
             )
-        query = next(row[name] for name in ("query", "anchor", "question") if isinstance(row.get(name), str))
+        for name in ("query", "anchor", "question"):  # the format says that one of them is there
+            if isinstance(row.get(name), str):
+                query = row[name]
+                break
         positive = index_of.setdefault(row["positive"], len(index_of))
         positives = relevant_of.setdefault(query, [])
         if positive not in positives:
             positives.append(positive)
         negatives = row.get("negatives") or row.get("negative") or []
-        for text in [negatives] if isinstance(negatives, str) else negatives:
+        if isinstance(negatives, str):
+            negatives = [negatives]
+        for text in negatives:
             index_of.setdefault(text, len(index_of))
     return RetrievalData(list(relevant_of), list(index_of), list(relevant_of.values()))
 
@@ -263,13 +279,15 @@ def retrieval_scores(
     top = is_relevant[:, :10].double()  # [n, 10]
     ranks = torch.arange(1, top.shape[1] + 1, dtype=torch.float64)
     discounts = 1 / torch.log2(ranks + 1)
-    ideal = torch.stack([discounts[:count].sum() for count in num_relevant.tolist()])
+    # The best ranking has all relevant texts first.
+    ideal = torch.stack([discounts[:count].sum() for count in num_relevant.tolist()])  # [n]
     scores = {
         "ndcg@10": float(((top * discounts).sum(1) / ideal).mean()),
         "mrr@10": float((top / ranks).amax(1).mean()),
     }
     for k in recall_at:
-        scores[f"recall@{k}"] = float((is_relevant[:, :k].sum(1).double() / num_relevant).mean())
+        recall = is_relevant[:, :k].sum(1).double() / num_relevant  # [n]
+        scores[f"recall@{k}"] = float(recall.mean())
     return scores
 
 
@@ -317,8 +335,12 @@ def similarities(
 ) -> Tensor:
     """Return the cosine similarities of queries and corpus, float32 ``[n, m]``; see :func:`evaluate_retrieval`."""
     settings = settings or EmbeddingSettings()
-    options = {"pooling": settings.pooling, "dimensions": dimensions, "batch_size": batch_size}
-    options["add_eos"] = settings.add_eos
+    options = {
+        "pooling": settings.pooling,
+        "dimensions": dimensions,
+        "add_eos": settings.add_eos,
+        "batch_size": batch_size,
+    }
     queries = embed(model, tokenizer, data.queries, instruction=settings.query_instruction, **options)
     corpus = embed(model, tokenizer, data.corpus, instruction=settings.document_instruction, **options)
     return queries @ corpus.T

@@ -75,6 +75,7 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
 
 
 def _make_score(text: str) -> Reward:
+    """Build the score of a name with an optional pattern, or of a dotted path; see :func:`make_scores`."""
     name, colon, pattern = text.partition(":")
     if name in _SCORES:
         if colon and name not in _TAKE_PATTERN:
@@ -140,8 +141,10 @@ def check_scores(
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and standard error of the values that are not NaN; NaN if there are too few."""
     measured = [value for value in values if not math.isnan(value)]
-    mean = statistics.fmean(measured) if measured else math.nan
+    mean = math.nan
     error = math.nan
+    if measured:
+        mean = statistics.fmean(measured)
     if len(measured) > 1:
         error = statistics.stdev(measured) / math.sqrt(len(measured))
     return mean, error
@@ -238,7 +241,9 @@ def evaluate_answers(
     truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling: list[Any] = [max_new_tokens, temperature, seed if temperature else None]
     # Only if given, so that answers of earlier calls are continued.
-    sampling += [{name: value} for name, value in truncation.items() if value is not None]
+    for name, value in truncation.items():
+        if value is not None:
+            sampling.append({name: value})
     prompts = [[row.line, row.given] for row in rows]
     settings_text = json.dumps([digest, sampling, prompts], default=str)
     settings_digest = hashlib.sha256(settings_text.encode()).hexdigest()[:8]
@@ -272,7 +277,9 @@ def evaluate_answers(
         on_answer=check_first if is_main else None,
     )
     ends = Counter(answers.done[row.line]["end"] for row in rows)
-    values_by_score = _score_rows(rows, answers, reward, tool_format) if is_main else None
+    values_by_score = None
+    if is_main:
+        values_by_score = _score_rows(rows, answers, reward, tool_format)
     if is_sharded(model):
         values_by_score = broadcast_object(values_by_score)
     return AnswerReport(answers.path, values_by_score, dict(ends))
@@ -282,13 +289,19 @@ def _score_rows(
     rows: Sequence[EvalRow], answers: AnswerFile, reward: RewardSum, tool_format: str | None
 ) -> dict[str, list[float]]:
     """Return the scores of all rows, and write them into the file of answers."""
-    texts = [scored_text(row, answers.done[row.line]["answer"], tool_format) for row in rows]
-    values_by_score = reward([row.row for row in rows], texts, [row.line for row in rows]).parts
+    texts = []
+    for row in rows:
+        answer = answers.done[row.line]["answer"]
+        texts.append(scored_text(row, answer, tool_format))
+    scores = reward([row.row for row in rows], texts, [row.line for row in rows])
+    values_by_score = scores.parts
     notes = {}
     for index, row in enumerate(rows):
         row_scores: dict[str, float | None] = {}
         for name, values in values_by_score.items():
-            row_scores[name] = None if math.isnan(values[index]) else values[index]  # JSON has no NaN
+            row_scores[name] = values[index]
+            if math.isnan(values[index]):  # JSON has no NaN
+                row_scores[name] = None
         notes[row.line] = {"right": row.row.get("answer"), "scores": row_scores}
     answers.finish(notes)
     return values_by_score

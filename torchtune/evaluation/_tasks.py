@@ -75,6 +75,7 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
 
 def _manager_class() -> Any:
+    """Return a subclass of lm-eval's task manager, which needs the extra."""
     base = require("lm_eval.tasks", extra="eval", purpose="An evaluation by tasks").TaskManager
 
     class Manager(base):  # type: ignore[misc, valid-type]
@@ -175,16 +176,25 @@ def evaluate_tasks(
     finally:
         logger.removeFilter(_should_log)
     if folder is not None and is_main:
-        # Without the examples and the settings of the machine, which are large and differ from run to run.
-        names = ("results", "configs", "versions", "n-shot", "n-samples")
-        content = {name: evaluation[name] for name in names if name in evaluation}
-        with atomic_write(Path(folder) / "results.json") as file:
-            file.write((json.dumps(content, indent=2, default=str) + "\n").encode())
+        _write_results(Path(folder) / "results.json", evaluation)
     results = None
     if evaluation is not None:  # lm-eval returns it on the first rank alone
-        counts = {name: numbers.get("effective") for name, numbers in evaluation.get("n-samples", {}).items()}
+        counts = {}  # examples of each task
+        for name, numbers in evaluation.get("n-samples", {}).items():
+            counts[name] = numbers.get("effective")
         results = TaskResults(dict(evaluation["results"]), _format_table(evaluation["results"], counts))
-    return broadcast_object(results) if is_sharded(model) else results
+    if is_sharded(model):
+        results = broadcast_object(results)
+    return results
+
+
+def _write_results(path: Path, evaluation: Mapping[str, Any]) -> None:
+    """Write lm-eval's results, without the examples and the settings of the machine, which differ from run to run."""
+    names = ("results", "configs", "versions", "n-shot", "n-samples")
+    content = {name: evaluation[name] for name in names if name in evaluation}
+    text = json.dumps(content, indent=2, default=str) + "\n"
+    with atomic_write(path) as file:
+        file.write(text.encode())
 
 
 def _should_log(record: logging.LogRecord) -> bool:
@@ -204,7 +214,9 @@ def _format_table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
             error = values.get(f"{metric}_stderr,{kind}")
             if isinstance(error, int | float):
                 number += f" ± {error:.2g}"
-            label = metric if kind in ("", "none") else f"{metric} ({kind})"
+            label = metric
+            if kind not in ("", "none"):  # a filter of answers, such as "strict-match"
+                label = f"{metric} ({kind})"
             lines.append((task, str(counts.get(task) or ""), label, number))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = []

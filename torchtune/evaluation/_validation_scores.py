@@ -167,7 +167,7 @@ class ValidationScores:
 
     def measure(self) -> dict[str, float]:
         """Return the mean of each score over the rows, as ``val_<score>``; NaN if it failed. A collective."""
-        metrics = {}
+        metrics: dict[str, float] = {}
         if self._corpus is not None:
             metrics |= self._measure_retrieval()
         if not self._scores:
@@ -181,7 +181,9 @@ class ValidationScores:
         means = broadcast_object(means)
         if means is None:
             means = [math.nan] * len(self._scores)
-        return metrics | {f"val_{score.name}": mean for score, mean in zip(self._scores, means, strict=True)}
+        for score, mean in zip(self._scores, means, strict=True):
+            metrics[f"val_{score.name}"] = mean
+        return metrics
 
     def _measure_retrieval(self) -> dict[str, float]:
         """Return the scores of the corpus with the prefix ``val_``; NaN if it failed. A collective."""
@@ -219,8 +221,10 @@ class ValidationScores:
 
         def call() -> float:
             rewards = RewardSum([score], setting="score")  # checks the values; its errors name the rows
-            values = rewards([row.row for row in self._rows], texts, [row.line for row in self._rows]).parts[score.name]
-            mean, _ = mean_and_error(values)
+            columns = [row.row for row in self._rows]
+            lines = [row.line for row in self._rows]
+            scores = rewards(columns, texts, lines)
+            mean, _ = mean_and_error(scores.parts[score.name])
             return mean
 
         return self._score_guards[score.name].call(call, default=math.nan)
@@ -235,8 +239,12 @@ def _embedding_settings(loss: Any, loader_val: BatchLoader) -> EmbeddingSettings
             "torchtune.rlhf.loss.InfoNCELoss, or leave it out."
         )
     dataset = loader_val.dataset.row_datasets()[0]
-    query, document = (dataset.instructions.get(name, "") for name in ("query", "document"))
-    return EmbeddingSettings(pooling, query, document, dataset.add_eos)
+    return EmbeddingSettings(
+        pooling=pooling,
+        query_instruction=dataset.instructions.get("query", ""),
+        document_instruction=dataset.instructions.get("document", ""),
+        add_eos=dataset.add_eos,
+    )
 
 
 def _first_rows(loader_val: BatchLoader, count: int) -> list[EvalRow]:
@@ -250,8 +258,8 @@ def _first_rows(loader_val: BatchLoader, count: int) -> list[EvalRow]:
         conversations = dataset.first_conversations(count - len(rows))
         if conversations is None:
             raise EvaluationError(
-                f"scores: the rows of {_SETTING} ({type(dataset).__name__}) are no conversations or questions, so that "
-                "there is nothing to answer: use a dataset of conversations, or leave scores out."
+                f"scores: the rows of {_SETTING} ({type(dataset).__name__}) are not conversations or questions, so "
+                "that there is nothing to answer: use a dataset of conversations, or leave scores out."
             )
         for number, columns, conversation in conversations:
             rows.append(row_of_conversation(number, columns, conversation, f"{_SETTING}, line {number + 1}"))

@@ -61,7 +61,8 @@ class AnswerFile:
         ranks: Ranks | None = None,
     ) -> None:
         self.path = Path(path)
-        self._digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        settings_text = json.dumps(settings, sort_keys=True, default=str)
+        self._digest = hashlib.sha256(settings_text.encode()).hexdigest()[:12]
         self.done: dict[int, dict[str, Any]] = {}
         self._file: BinaryIO | None = None
         if ranks is None:
@@ -75,8 +76,10 @@ class AnswerFile:
     def _open(self, prompts: Sequence[Prompt]) -> None:
         """Read the answers of earlier runs, and open the file for more."""
         prompts_by_line = {prompt.line: prompt.given for prompt in prompts}
+        content = b""
         with convert_os_errors(self.path):
-            content = self.path.read_bytes() if self.path.exists() else b""
+            if self.path.exists():
+                content = self.path.read_bytes()
         # A process that was killed may have left half a line.
         complete_lines = content[: content.rfind(b"\n") + 1]
         for number, text in enumerate(complete_lines.splitlines(), start=1):
@@ -134,7 +137,9 @@ class AnswerFile:
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    """Return a line of the file; lone surrogates of an answer become question marks."""
+    text = json.dumps(row, ensure_ascii=False)
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 # Prompts per continuous batch, for each of its sequences.
@@ -158,15 +163,17 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         >>> before == torchtune.generation.model_digest(model, tokenizer)
         False
     """
+    description = getattr(model, "description", None)  # a user's model may lack it
     layers = [type_before_fsdp(module).__qualname__ for module in model.modules()]
-    digest = hashlib.sha256(repr((getattr(model, "description", None), layers)).encode())
+    digest = hashlib.sha256(repr((description, layers)).encode())
     checksums_by_name = checksum_parameters(model)
     for name, parameter in model.named_parameters():
-        checksums = checksums_by_name[name]
-        digest.update(repr((name, str(parameter.dtype), list(parameter.shape), checksums)).encode())
-    transform = getattr(tokenizer, "transform_image", None)
+        facts = (name, str(parameter.dtype), list(parameter.shape), checksums_by_name[name])
+        digest.update(repr(facts).encode())
+    transform = getattr(tokenizer, "transform_image", None)  # only tokenizers of images have it
     image_settings = None if transform is None else vars(transform)
-    digest.update(Fingerprint({"tokenizer": tokenizer, "images": image_settings}).text.encode())
+    fingerprint = Fingerprint({"tokenizer": tokenizer, "images": image_settings})
+    digest.update(fingerprint.text.encode())
     return digest.hexdigest()
 
 
@@ -235,10 +242,10 @@ def answer_prompts(
     for prompt in prompts:
         row = tokenize_prompt(model, tokenizer, prompt, source)
         tokens_by_line[prompt.line] = row["tokens"]
+        limits[prompt.line] = answer_limit(model, row["tokens"], max_new_tokens, f"{source}, line {prompt.line}")
         if prompt.has_images:  # read again to answer the prompt: all images together may not fit in memory
             pixel_digests[prompt.line] = _pixel_digest(row["encoder_input"]["images"])
-    for line, prompt_tokens in tokens_by_line.items():
-        limits[line] = answer_limit(model, prompt_tokens, max_new_tokens, f"{source}, line {line}")
+
     settings = {
         **settings,
         "model": digest or model_digest(model, tokenizer),
@@ -257,18 +264,13 @@ def answer_prompts(
         seed = torch.seed()
         if ranks is not None:
             seed = ranks.broadcast(seed)
+
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
     is_hidden = True if ranks is not None and ranks.rank > 0 else None  # None: shown on a terminal
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):
-            images: list[dict[str, Any]] = []
-            for prompt in group:
-                if prompt.has_images:
-                    images.append(images_of_row(tokenize_prompt(model, tokenizer, prompt, source), device))
-                else:
-                    images.append({})
             draws = None
             if temperature != 0:
                 keys = [(seed, prompt.line) for prompt in group]
@@ -280,7 +282,7 @@ def answer_prompts(
                 [tokens_by_line[prompt.line] for prompt in group],
                 [limits[prompt.line] for prompt in group],
                 max_new_tokens=max_new_tokens,
-                images=images,
+                images=_read_images(model, tokenizer, group, source, device),
                 temperature=temperature,
                 top_k=top_k,
                 top_p=top_p,
@@ -338,14 +340,17 @@ def stream_answers(
     with closing(steps):
         for index, tokens in _ended_sequences(steps, limits, stop):
             prompt = prompts[index]
+            answer_tokens = tokens
             if tokens[-1] in stop:
                 end = "stop"
                 answer_tokens = tokens[:-1]
+            elif len(tokens) == max_new_tokens:
+                end = "max_new_tokens"
             else:
-                end = "max_new_tokens" if len(tokens) == max_new_tokens else "context"
-                answer_tokens = tokens
-            # The marks of a call are special tokens in some formats.
-            options = {"skip_special_tokens": False} if prompt.expects_call else {}
+                end = "context"
+            options = {}
+            if prompt.expects_call:  # the marks of a call are special tokens in some formats
+                options = {"skip_special_tokens": False}
             yield prompt, tokenizer.decode(answer_tokens, **options), end, len(tokens)
 
 
@@ -376,9 +381,26 @@ def tokenize_prompt(model: nn.Module, tokenizer: Any, prompt: Prompt, source: st
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: correct the line.") from error
 
 
+def _read_images(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[Prompt], source: str | Path, device: torch.device
+) -> list[dict[str, Any]]:
+    """Read the images of prompts to a device, each as of :func:`images_of_row`; empty for a prompt without images."""
+    images: list[dict[str, Any]] = []
+    for prompt in prompts:
+        prompt_images = {}
+        if prompt.has_images:
+            row = tokenize_prompt(model, tokenizer, prompt, source)
+            prompt_images = images_of_row(row, device)
+        images.append(prompt_images)
+    return images
+
+
 def _pixel_digest(images: Sequence[Tensor] | Images) -> str:
+    """Return a digest of the pixels of a prompt's images, and of their shapes."""
+    if isinstance(images, Images):
+        images = [images.pixels]
     digest = hashlib.sha256()
-    for image in [images.pixels] if isinstance(images, Images) else images:
+    for image in images:
         digest.update(repr(list(image.shape)).encode())
         digest.update(image.contiguous().view(torch.uint8).numpy().tobytes())  # numpy has no bfloat16
     return digest.hexdigest()
@@ -390,7 +412,9 @@ def _ended_sequences(
     """Yield (index, tokens) of each sequence when it ends, by a stop token or at its limit."""
     sequences: list[list[int]] = [[] for _ in limits]
     for step in steps:
-        for index, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
+        rows = step.rows.tolist()
+        tokens = step.tokens.tolist()
+        for index, token in zip(rows, tokens, strict=True):
             sequences[index].append(token)
             if token in stop or len(sequences[index]) == limits[index]:
                 yield index, sequences[index]

@@ -1,10 +1,11 @@
 """Prompts of several threads, answered in one continuous batch."""
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -71,7 +72,10 @@ class Job:
             self.rng.manual_seed(self.seed)
 
     def __iter__(self) -> Iterator[Drawn]:
-        while (result := self.results.get()) is not None:
+        while True:
+            result = self.results.get()
+            if result is None:
+                return
             if isinstance(result, Exception):
                 raise result
             yield result
@@ -91,6 +95,29 @@ class _Step(NamedTuple):
     failure: str | None
 
 
+@dataclass(eq=False)
+class _JobBatch:
+    """Jobs of a model that share a batch, and the state of its running step.
+
+    Attributes:
+        model_name: name of the model.
+        jobs: all jobs of the batch, by the index of their sequence.
+        running: indices of unfinished jobs.
+        counts: number of tokens of each job, by index.
+        most_likely: most likely tokens in the running step, by the index of a job that asks for them.
+        ended: indices of the sequences that end in the running step, besides those at their limit.
+        is_failure_known: whether the other ranks know that the batch has failed.
+    """
+
+    model_name: str
+    jobs: list[Job] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    counts: Counter[int] = field(default_factory=Counter)
+    most_likely: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    ended: frozenset[int] = frozenset()
+    is_failure_known: bool = False
+
+
 @torch.inference_mode()
 def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, max_sequences: int) -> None:
     """Run the batches of the :class:`BatchServer` of rank 0 on another rank that shares its models, until it closes.
@@ -100,13 +127,17 @@ def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, ma
         ranks: the ranks that share the models.
         max_sequences: see :class:`BatchServer`.
     """
-    while (batch := ranks.broadcast(None)) is not None:
+    while True:
+        batch = ranks.broadcast(None)
+        if batch is None:  # the server of rank 0 is closed
+            return
         name, requests = batch
         with suppress(GenerationError):  # rank 0 reports it to the waiting requests
             _follow_batch(models[name], requests, ranks, max_sequences)
 
 
 def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ranks, size: int) -> None:
+    """Run a batch with the tokens that rank 0 samples; the logits of this rank are not read."""
     device = model.tok_embeddings.weight.device
     ended: frozenset[int] = frozenset()  # in the running step
 
@@ -116,7 +147,9 @@ def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ran
         if step.failure is not None:
             raise GenerationError(step.failure)
         ended = step.ended
-        return torch.tensor(step.tokens, device=device)[:, None], torch.zeros(len(rows), device=device)
+        tokens = torch.tensor(step.tokens, device=device)[:, None]  # [m, 1]
+        unread_log_probs = torch.zeros(len(rows), device=device)
+        return tokens, unread_log_probs
 
     steps = decode(
         model,
@@ -183,7 +216,9 @@ class BatchServer:
         """Queue jobs, all or none; return False if too many jobs are waiting, or the server is closed."""
         with self._changed:
             # The jobs of one request may be more than can wait, but only if no other waits.
-            if self._is_closed or (self._waiting and len(self._waiting) + len(jobs) > self._max_waiting):
+            num_waiting = len(self._waiting)
+            is_full = num_waiting > 0 and num_waiting + len(jobs) > self._max_waiting
+            if self._is_closed or is_full:
                 return False
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -198,6 +233,7 @@ class BatchServer:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        """Answer jobs until the server is closed; the thread's function."""
         with ExitStack() as stack:
             if len(self._models) == 1:  # models that share parameters pack them in turns
                 stack.enter_context(fast_linears(*self._models.values(), pack=True))
@@ -227,91 +263,16 @@ class BatchServer:
 
     def _answer_batch(self) -> None:
         """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
-        name = self._waiting[0].model
-        model = self._models[name]
-        device = model.tok_embeddings.weight.device
-        jobs: list[Job] = []  # of the batch, by the index of their sequence
-        running: set[int] = set()  # indices of unfinished jobs
-        counts: dict[int, int] = {}  # tokens of each job
-        most_likely: dict[int, list[tuple[int, float]]] = {}  # of the running step, for jobs that ask for them
-        ended: frozenset[int] = frozenset()  # sequences that end in the running step, besides those at their limit
-        is_failure_known = False  # to the other ranks
-
-        def newcomers() -> list[Request]:
-            requests = []
-            with self._changed:
-                while self._waiting and self._waiting[0].model == name and len(running) < self._size:
-                    job = self._waiting.popleft()
-                    failure = self._failure(job)
-                    if failure is not None:
-                        job.results.put(failure)
-                        continue
-                    index = len(jobs)
-                    jobs.append(job)
-                    running.add(index)
-                    requests.append(Request(index, job.tokens, job.limit, 1))
-            return requests
-
-        def more(_: Batch) -> list[Request]:
-            requests = newcomers()
-            self._tell(requests)
-            return requests
-
-        def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-            nonlocal ended, is_failure_known
-            # Row by row, because each job has its own settings and random generator.
-            tokens = []
-            log_probs = []
-            for row, row_logits in zip(rows, logits.split(1), strict=True):
-                job = jobs[row.index]
-                uniform = torch.rand(1, generator=job.rng).to(device)
-                token, probabilities = draw_tokens(row_logits, job.sampling, uniform)  # [1, 1], [1, v]
-                tokens.append(token)
-                log_probs.append(probabilities[0, token[0, 0]].log())
-                if job.num_top:
-                    values, ids = probabilities[0].topk(min(job.num_top, probabilities.shape[-1]))
-                    most_likely[row.index] = list(zip(ids.tolist(), values.log().tolist(), strict=True))
-            step_tokens = torch.cat(tokens)  # [m, 1]
-            step_log_probs = torch.stack(log_probs)  # [m]
-            try:
-                check_finite(step_log_probs, model)
-            except GenerationError as error:
-                self._tell(_Step([], frozenset(), str(error)))
-                is_failure_known = True
-                raise
-            host_tokens = step_tokens[:, 0].tolist()
-            ended = self._ended(jobs, rows, host_tokens)
-            self._tell(_Step(host_tokens, ended, None))
-            return step_tokens, step_log_probs
-
-        requests = newcomers()
+        batch = _JobBatch(self._waiting[0].model)
+        requests = self._admit_jobs(batch)
         if not requests:  # all of them have left
             return
         try:
-            self._tell((name, requests))
-            steps = decode(
-                model,
-                requests,
-                size=self._size,
-                device=device,
-                use_cache=True,
-                draw=draw,
-                ends=lambda index, token: index in ended,
-                processors=lambda index: jobs[index].sampling.logits_processors,
-                more=more,
-            )
-            with closing(steps):
-                for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
-                    for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
-                        job = jobs[index]
-                        job.results.put(Drawn(token, log_prob, most_likely.get(index, [])))
-                        counts[index] = counts.get(index, 0) + 1
-                        if index in ended or counts[index] == job.limit:
-                            running.discard(index)
-                            job.results.put(self._failure(job))
+            self._tell((batch.model_name, requests))
+            self._decode(batch, requests)
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             failure = GenerationError(f"The model failed: {error}")
-            if self._ranks is not None and not is_failure_known:
+            if self._ranks is not None and not batch.is_failure_known:
                 # The other ranks are in the middle of a step, or one of them is lost.
                 failure = GenerationError(
                     f"The processes that share the model have lost each other: {first_line(error)}."
@@ -319,8 +280,83 @@ class BatchServer:
                 failure.__cause__ = error
                 self.failure = failure
                 self._is_closed = True
-            for index in running:
-                jobs[index].results.put(failure)
+            for index in batch.running:
+                batch.jobs[index].results.put(failure)
+
+    def _admit_jobs(self, batch: "_JobBatch") -> list[Request]:
+        """Let waiting jobs of the model join the batch, while it has room, and return their requests."""
+        requests = []
+        with self._changed:
+            while self._waiting and self._waiting[0].model == batch.model_name and len(batch.running) < self._size:
+                job = self._waiting.popleft()
+                failure = self._failure(job)
+                if failure is not None:
+                    job.results.put(failure)
+                    continue
+                index = len(batch.jobs)
+                batch.jobs.append(job)
+                batch.running.add(index)
+                requests.append(Request(index, job.tokens, job.limit, 1))
+        return requests
+
+    def _decode(self, batch: "_JobBatch", requests: list[Request]) -> None:
+        """Sample the answers of a batch, and hand each token to its job."""
+        model = self._models[batch.model_name]
+
+        def more(_: Batch) -> list[Request]:
+            newcomers = self._admit_jobs(batch)
+            self._tell(newcomers)
+            return newcomers
+
+        steps = decode(
+            model,
+            requests,
+            size=self._size,
+            device=model.tok_embeddings.weight.device,
+            use_cache=True,
+            draw=partial(self._draw, batch),
+            ends=lambda index, token: index in batch.ended,
+            processors=lambda index: batch.jobs[index].sampling.logits_processors,
+            more=more,
+        )
+        with closing(steps):
+            for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
+                for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
+                    job = batch.jobs[index]
+                    job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
+                    batch.counts[index] += 1
+                    if index in batch.ended or batch.counts[index] == job.limit:
+                        batch.running.discard(index)
+                        job.results.put(self._failure(job))
+
+    def _draw(self, batch: "_JobBatch", logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """Sample the next tokens ``[m, 1]`` of a batch, with log-probs ``[m]``, and tell the other ranks."""
+        # Row by row, because each job has its own settings and random generator.
+        tokens = []
+        log_probs = []
+        for row, row_logits in zip(rows, logits.split(1), strict=True):
+            job = batch.jobs[row.index]
+            uniform = torch.rand(1, generator=job.rng).to(logits.device)
+            token, probabilities = draw_tokens(row_logits, job.sampling, uniform)  # [1, 1], [1, v]
+            tokens.append(token)
+            log_probs.append(probabilities[0, token[0, 0]].log())
+            if job.num_top:
+                num_top = min(job.num_top, probabilities.shape[-1])
+                top_probabilities, ids = probabilities[0].topk(num_top)
+                top_log_probs = top_probabilities.log()
+                batch.most_likely[row.index] = list(zip(ids.tolist(), top_log_probs.tolist(), strict=True))
+        step_tokens = torch.cat(tokens)  # [m, 1]
+        step_log_probs = torch.stack(log_probs)  # [m]
+        try:
+            check_finite(step_log_probs, self._models[batch.model_name])
+        except GenerationError as error:
+            self._tell(_Step([], frozenset(), str(error)))
+            batch.is_failure_known = True
+            raise
+        host_tokens = step_tokens[:, 0].tolist()
+        batch.ended = self._ended(batch.jobs, rows, host_tokens)
+        self._tell(_Step(host_tokens, batch.ended, None))
+        return step_tokens, step_log_probs
 
     def _ended(self, jobs: Sequence[Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
         """Return the indices of the rows that end with their next tokens, besides those at their limit."""

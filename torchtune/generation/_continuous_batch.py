@@ -88,9 +88,11 @@ def _has_static_steps(model: nn.Module) -> bool:
     """Return whether a step of the model has the same shapes for texts of any length."""
     if not isinstance(model, TransformerDecoder) or not _reads_only_keys_and_values(model):
         return False
-    embeddings = [getattr(attn, "pos_embeddings", None) for attn in attention_modules(model)]
-    grows = any(getattr(embedding, "depends_on_length", False) for embedding in embeddings)
-    return not grows and not model.output_hidden_states
+    for attention in attention_modules(model):
+        embedding = getattr(attention, "pos_embeddings", None)
+        if getattr(embedding, "depends_on_length", False):
+            return False
+    return not model.output_hidden_states
 
 
 class ModelRanks:
@@ -115,9 +117,11 @@ class ModelRanks:
             # Parameters may live on submeshes, for example those of experts; the largest mesh has every dimension.
             mesh = max(meshes, key=lambda mesh: mesh.ndim)
             names = mesh.mesh_dim_names or ("",) * mesh.ndim
-            self._groups = [mesh.get_group(index) for index, name in enumerate(names) if name != "tp"]
-            if "tp" in names:
-                self._tp = mesh["tp"].get_group()
+            for index, name in enumerate(names):
+                if name == "tp":
+                    self._tp = mesh.get_group(index)
+                else:
+                    self._groups.append(mesh.get_group(index))
 
     def __enter__(self) -> None:
         pass
@@ -219,9 +223,11 @@ class Batch:
 
     def passes_without_check(self) -> int | None:
         """Number of forward passes after which a sequence may be at its limit; None if this rank has no sequence."""
-        left = [row.limit - row.count for index, row in enumerate(self._rows) if index not in self._ended]
-        left += [request.limit for request in (*self._added, *self._waiting)]
-        return min(left, default=None)
+        tokens_left = [request.limit for request in (*self._added, *self._waiting)]
+        for slot, row in enumerate(self._rows):
+            if slot not in self._ended:
+                tokens_left.append(row.limit - row.count)
+        return min(tokens_left, default=None)
 
     def past(self, index: int) -> Past | None:
         """Copy the keys and values of a sequence that ended in the last :meth:`check`, except for its last token.
@@ -256,13 +262,16 @@ class Batch:
             return self._run(tokens, tokens, None, None, Place()), []
         self._fit(0, max(row.limit - row.count for row in self._rows))
         first = min(row.start for row in self._rows)
-        count = len(self._rows)
-        input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]  # [m, 1]
         if not self._use_cache or self._invalidates_caches():
             return self._run_whole(0, first, self._end), list(self._rows)
-        logits = self._run_static() if self._is_static else None
-        if logits is not None:
-            return logits, list(self._rows)
+        if self._is_static:
+            logits = self._run_static()
+            if logits is not None:
+                return logits, list(self._rows)
+
+        # One position per row, after the cached ones.
+        count = len(self._rows)
+        input_pos = (self._end - 1 - self._starts + self._offsets)[:, None]  # [m, 1]
         mask = None
         if any(row.start != first for row in self._rows):
             columns = torch.arange(first, self._end, device=self._device)
@@ -274,7 +283,8 @@ class Batch:
             if "encoder_mask" in row.images:
                 images = {"encoder_mask": row.images["encoder_mask"][:, -1:]}
                 break
-        logits = self._run(x, input_pos, mask, None, Place(0, first, self._end - 1), images=images)
+        cache_place = Place(0, first, self._end - 1)
+        logits = self._run(x, input_pos, mask, None, cache_place, images=images)
         return logits, list(self._rows)
 
     def _run_static(self) -> Tensor | None:
@@ -327,7 +337,8 @@ class Batch:
         self._unread = []
         if not steps:
             return []
-        host_tokens = iter(torch.cat([tokens[:, 0] for _, tokens, _ in steps]).tolist())
+        all_tokens = torch.cat([tokens[:, 0] for _, tokens, _ in steps])
+        host_tokens = iter(all_tokens.tolist())
         num_unread: Counter[int] = Counter()  # index of a sequence -> number of its tokens that are not yet read
         for rows, _, _ in steps:
             num_unread.update(row.index for row in rows)
@@ -355,6 +366,7 @@ class Batch:
         return drawn
 
     def _invalidates_caches(self) -> bool:
+        """Return whether the next positions change what the model computes for earlier ones, as some RoPE scaling."""
         positions = [self._end - 1 - row.start + row.offset for row in self._rows]
         # On the host, which would wait for those on the device.
         return self._model.invalidates_caches(torch.tensor(positions, device="cpu")[:, None])
@@ -365,7 +377,7 @@ class Batch:
         if self._rows and free < self._size / 4:
             return []
         newcomers: list[Request] = []
-        waiting = self._added or self._waiting
+        waiting = self._added or self._waiting  # prompts of the two queues never join in one prefill
         while waiting and waiting[0].num_samples <= free:
             batch = [*newcomers, *self._rows]
             if batch and any("encoder_mask" in prompt.images for prompt in [waiting[0], *batch]):
@@ -401,11 +413,13 @@ class Batch:
             source = torch.arange(len(rows), device=self._device)
             counts = to_device(samples, self._device)
             source = source.repeat_interleave(counts, output_size=sum(samples))  # [prompts] -> [sequences]
+            target = torch.arange(len(source), device=self._device)
             logits = logits[source]
-            self._copy_rows(source + count, torch.arange(len(source), device=self._device) + count)
+            self._copy_rows(source + count, target + count)
             sample_rows = []
             for row, num_samples in zip(rows, samples, strict=True):
-                sample_rows += [replace(row, index=row.index + sample) for sample in range(num_samples)]
+                for sample in range(num_samples):
+                    sample_rows.append(replace(row, index=row.index + sample))
             rows = sample_rows
             self._set_rows(self._rows[:count] + rows)
         return logits, rows
@@ -421,13 +435,17 @@ class Batch:
         lengths = [len(request.tokens) for request in newcomers]
         new = 0  # columns to run: the most tokens of a row without keys and values
         for request in newcomers:
-            past_length = request.past[0][0].shape[1] if request.past else 0
-            new = max(new, len(request.tokens) - past_length)
+            num_known = 0
+            if request.past:
+                first_layer_keys, _ = request.past[0]  # [n_kv, s, hd]
+                num_known = first_layer_keys.shape[1]
+            new = max(new, len(request.tokens) - num_known)
         count = len(self._rows) - len(newcomers)
         columns = torch.arange(stop - new, stop, device=self._device)  # [new]
         starts = self._starts[count:, None]  # [m, 1]
         input_pos = columns - starts + self._offsets[count:, None]  # [m, new]
-        if new * len(newcomers) >= sum(lengths) or min(lengths) < new or self._model.invalidates_caches(input_pos):
+        saves_nothing = new * len(newcomers) >= sum(lengths)
+        if saves_nothing or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         # This path runs text alone: an image whose tokens are among the new columns needs its encoder.
         if any(len(request.tokens) - new < request.images_end for request in newcomers):
@@ -447,7 +465,8 @@ class Batch:
         if self._packs and min(lengths) < max(lengths):
             return self._run_packed(row, lengths, end)
         tokens = self._tokens[row : len(self._rows), first:end]  # [m, s]
-        input_pos = (torch.arange(first, end, device=self._device) - self._starts[row:, None]).clamp(min=0)  # [m, s]
+        columns = torch.arange(first, end, device=self._device)  # [s]
+        input_pos = (columns - self._starts[row:, None]).clamp(min=0)  # [m, s]
         documents = None
         has_padding = any(request_row.start > first for request_row in self._rows[row:])
         # Sequence parallelism pads each row on the right, see _run; the last document of a row includes this padding.
@@ -465,7 +484,8 @@ class Batch:
         if has_padding:  # padding is a separate document: no mask
             documents = Documents.from_lengths(document_lengths, tokens.device)
         images = images_of_batch(segment_images, segment_lengths, input_pos)
-        return self._run(tokens, input_pos, None, documents, Place(row, first, first), images=images)
+        cache_place = Place(row, first, first)
+        return self._run(tokens, input_pos, None, documents, cache_place, images=images)
 
     def _run_packed(self, row: int, lengths: list[int], end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns before ``end`` of all rows from ``row`` on, packed in one row."""
@@ -511,12 +531,15 @@ class Batch:
                 if mask is None:
                     keys = cache_place.end + 1 - cache_place.first
                     mask = x.new_ones(len(x), 1, keys, dtype=torch.bool)
-                mask = F.pad(mask, (0, padding)).expand(-1, x.shape[1], -1)  # [m, 1, t] -> [m, s, t + padding]
+                mask = F.pad(mask, (0, padding))  # [m, 1, t + padding]
+                mask = mask.expand(-1, x.shape[1], -1)  # [m, s, t + padding]
         # Updated in place, because every cache holds this object.
         self._cache_place.__dict__.update(vars(cache_place))
         if self._step is not None and is_cached_step:
             return self._step(x, input_pos, mask)
-        hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden", **(images or {}))
+        if images is None:
+            images = {}
+        hidden = self._model(x, input_pos=input_pos, mask=mask, documents=documents, output="hidden", **images)
         if text_decoder(self._model).output_hidden_states:
             hidden = hidden[-1]
         if last is None:
@@ -526,9 +549,11 @@ class Batch:
         return self._model.output(hidden).float()[:, 0]  # [m, v]
 
     def _set_rows(self, rows: list[Row]) -> None:
+        """Replace the rows, and copy their starts and offsets to the device."""
         self._rows = rows
         # One copy to the device for both columns.
-        starts_and_offsets = to_device([(row.start, row.offset) for row in rows], self._device, torch.int64)
+        columns = [(row.start, row.offset) for row in rows]
+        starts_and_offsets = to_device(columns, self._device, torch.int64)
         self._starts, self._offsets = starts_and_offsets.view(-1, 2).unbind(1)
 
     def _leave(self, ended: set[int]) -> None:
@@ -544,6 +569,7 @@ class Batch:
         self._set_rows([self._rows[index] for index in order])
 
     def _copy_rows(self, source: Tensor, target: Tensor) -> None:
+        """Copy tokens, keys and values of the rows ``source`` to the rows ``target``."""
         first = min(row.start for row in self._rows)
         self._tokens[target] = self._tokens[source]
         for cache in self._caches:
@@ -604,7 +630,8 @@ def check_generates(model: nn.Module) -> None:
     Example:
         >>> torchtune.generation.check_generates(model)  # raises for a reward model
     """
-    if getattr(getattr(text_decoder(model), "description", None), "is_classifier", False):
+    description = getattr(text_decoder(model), "description", None)  # a user's model may lack it
+    if description is not None and description.is_classifier:
         raise GenerationError(
             "model: it is a classifier or a reward model, which gives scores and no text: give a language model, or "
             "use torchtune.classify or tune eval."

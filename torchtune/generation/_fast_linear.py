@@ -136,7 +136,8 @@ def _packable(model: nn.Module) -> list[nn.Module]:
             continue
         has_own_forward = "forward" in vars(module)
         has_one_dtype = getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
-        if not has_own_forward and has_one_dtype and users[id(module.weight)] == 1 and _is_plain(module.weight):
+        is_shared = users[id(module.weight)] > 1
+        if not has_own_forward and has_one_dtype and not is_shared and _is_plain(module.weight):
             layers.append(module)
     return layers
 
@@ -164,8 +165,10 @@ def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
     reshard(model)  # FSDP may keep unsharded weights after a forward pass, and free them later
     packed: list[_Packed] = []
     pack = pack and not torch.is_autocast_enabled("cpu")
+    # A tied output has no weight of its own to pack: only its product is replaced.
     output = getattr(model, "output", None)
-    tied = pack and type(output) is TiedLinear and output.linear is F.linear and _is_plain(output.weight)
+    is_plain_tied = type(output) is TiedLinear and output.linear is F.linear and _is_plain(output.weight)
+    tied = pack and is_plain_tied
     with uncompiled(model):
         try:
             if pack:

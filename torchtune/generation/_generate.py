@@ -197,27 +197,18 @@ def stream_tokens(
         tensor([0, 1])
         tensor([1])
     """
-    if isinstance(max_new_tokens, int):
-        limits = [max_new_tokens] * len(prompts)
-        longest = max_new_tokens
-    else:
-        limits = list(max_new_tokens)
-        longest = max(limits, default=0)
     sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
+    requests = _make_requests(model, prompts, max_new_tokens, num_samples)
     size = len(prompts) * num_samples
-    # With `more`, the number of sequences is not known in advance.
-    if draws is not None and ((more is None and len(draws) != size) or draws.shape[1] < longest):
-        raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
-    if len(limits) != len(prompts):
-        raise GenerationError(
-            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
-        )
-    if num_samples < 1 or min(limits, default=1) < 1:
-        raise GenerationError(
-            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
-        )
-    requests = _make_requests(model, prompts, limits, num_samples)
-    device = prompts[0].device if isinstance(prompts[0], Tensor) else model.tok_embeddings.weight.device
+    if draws is not None:
+        longest = max(request.limit for request in requests)
+        # With `more`, the number of sequences is not known in advance.
+        has_wrong_rows = more is None and len(draws) != size
+        if has_wrong_rows or draws.shape[1] < longest:
+            raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
+    device = model.tok_embeddings.weight.device
+    if isinstance(prompts[0], Tensor):
+        device = prompts[0].device
     if images is not None:
         check_images(model, images, num_samples)
         for request, prompt_images in zip(requests, images, strict=True):
@@ -231,9 +222,10 @@ def stream_tokens(
 
     def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         if draws is None:
-            uniform = torch.rand(len(rows), generator=rng, device=device)
+            uniform = torch.rand(len(rows), generator=rng, device=device)  # [m]
         else:
-            indices, counts = to_device([[row.index for row in rows], [row.count for row in rows]], draws.device)
+            places = [[row.index for row in rows], [row.count for row in rows]]
+            indices, counts = to_device(places, draws.device)  # [m] each, in one copy to the device
             uniform = draws[indices, counts]  # [m]
         tokens, probabilities = draw_tokens(logits, sampling, uniform)
         return tokens, probabilities.gather(-1, tokens)[:, 0].log()
@@ -272,10 +264,23 @@ def check_finite(log_probs: Tensor, model: TransformerDecoder) -> None:
 
 
 def _make_requests(
-    model: TransformerDecoder, prompts: Prompts, limits: Sequence[int], num_samples: int
+    model: TransformerDecoder, prompts: Prompts, max_new_tokens: int | Sequence[int], num_samples: int
 ) -> list[Request]:
-    """Check the prompts and copy them to the host."""
-    if not len(prompts) or not all(hasattr(prompt, "__len__") and len(prompt) for prompt in prompts):
+    """Check the prompts and the limits of their answers, and copy the prompts to the host."""
+    if isinstance(max_new_tokens, int):
+        limits = [max_new_tokens] * len(prompts)
+    else:
+        limits = list(max_new_tokens)
+    if len(limits) != len(prompts):
+        raise GenerationError(
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts: give one for each."
+        )
+    if num_samples < 1 or min(limits, default=1) < 1:
+        raise GenerationError(
+            f"max_new_tokens is {max_new_tokens} and num_samples {num_samples}: both must be at least 1."
+        )
+    has_tokens = [hasattr(prompt, "__len__") and len(prompt) > 0 for prompt in prompts]
+    if not has_tokens or not all(has_tokens):
         raise GenerationError("prompts: give at least one, and at least one token in each.")
     for prompt, limit in zip(prompts, limits, strict=True):
         if len(prompt) + limit - 1 > model.max_seq_len:  # the last new token is not run
@@ -287,7 +292,7 @@ def _make_requests(
     vocab_size = getattr(embedding, "num_tokens", embedding.weight.shape[0])
     requests = []
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
+        tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)  # on the host
         # An unknown token id is refused here: on a GPU, the lookup would fail without a clear message.
         if not isinstance(tokens[0], Integral):
             raise GenerationError(f"prompts: {str(tokens[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
@@ -402,7 +407,8 @@ def generate_next_token(
     if text_decoder(model).output_hidden_states:
         hidden = hidden[-1]
     logits = model.output(hidden[:, -1:]).float()  # [b, 1, v]
-    tokens = sample(logits[:, -1].clone(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, q=q)
+    last_logits = logits[:, -1].clone()  # [b, v], which may be changed in place
+    tokens = sample(last_logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, q=q)
     return tokens, logits
 
 
@@ -485,9 +491,11 @@ def generate(
                 "Some prompts begin with token 0 and others do not: give pad_id=0 if it is padding, or prompt_lengths."
             )
         lengths = torch.full((b,), s, device=tokens.device)
+    host_rows = tokens.tolist()  # read at once, because the host waits for the device
     requests = []
-    for index, (row, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-        requests.append(Request(index, row[s - max(length, 1) :], max_generated_tokens, 1))
+    for index, length in enumerate(lengths.tolist()):
+        start = s - max(length, 1)  # the first token that is no padding
+        requests.append(Request(index, host_rows[index][start:], max_generated_tokens, 1))
     if logits_processors and compiled_generate_next_token is not None:
         raise GenerationError(
             "logits_processors do not reach compiled_generate_next_token, which samples by itself: leave one out."
@@ -561,9 +569,12 @@ class _PaddedRows:
         if tokens is None:
             tokens = sample(logits, q=self._noise(), **self._sampling)
         # Rows that have ended are padded, without a pad token by their last token.
-        padding = self.columns[-1][:, -1:] if self._pad_id is None else self._pad_id
+        padding = self._pad_id
+        if padding is None:
+            padding = self.columns[-1][:, -1:]  # [b, 1]
         logits = logits * self._running  # [b, v] * [b, 1]
-        self.columns.append(torch.where(self._running, tokens.to(self._stop.dtype), padding))
+        tokens = tokens.to(self._stop.dtype)
+        self.columns.append(torch.where(self._running, tokens, padding))
         self._running = self._running & ~torch.isin(tokens, self._stop)
         self.have_ended = not self._running.any()
         return self.columns[-1], logits
@@ -573,7 +584,8 @@ class _PaddedRows:
         if self._rng is None:
             return None
         shape = (len(self._running), self._model.tok_embeddings.num_embeddings)
-        return torch.empty(shape, device=self._running.device).exponential_(1, generator=self._rng)
+        noise = torch.empty(shape, device=self._running.device)
+        return noise.exponential_(1, generator=self._rng)
 
 
 def get_causal_mask_from_padding_mask(padding_mask: Tensor, target_seq_len: int | None = None) -> Tensor:

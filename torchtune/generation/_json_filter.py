@@ -243,6 +243,7 @@ class _Elements(_Item):
 
 
 def _push(item: _Item, stack: _Stack) -> _Stack:
+    """Return the stack with an item on top."""
     size = stack[2] if stack else 0
     return item, stack, size + 1
 
@@ -302,7 +303,8 @@ class JSONGrammar:
         self._any_value.types = ["object", "array", "string", "number", "boolean", "null"]
         self._any_value.additional = self._any_value
         self._any_value.items = self._any_value
-        self.start: frozenset[_Stack] = frozenset([_push(self._node(self._schema, "#"), ())])
+        root = self._node(self._schema, "#")
+        self.start: frozenset[_Stack] = frozenset([_push(root, ())])
         self._check_references()
 
     def accepts(self, text: str) -> bool:
@@ -331,9 +333,12 @@ class JSONGrammar:
             node.alternatives = [self._referenced_node(schema["$ref"], path)]
         elif "anyOf" in schema:
             options = _checked(schema["anyOf"], list, f"{path}/anyOf")
-            node.alternatives = [self._node(option, f"{path}/anyOf/{i}") for i, option in enumerate(options)]
+            for index, option in enumerate(options):
+                node.alternatives.append(self._node(option, f"{path}/anyOf/{index}"))
         elif "enum" in schema or "const" in schema:
-            values = _checked(schema["enum"], list, f"{path}/enum") if "enum" in schema else [schema["const"]]
+            values = [schema.get("const")]
+            if "enum" in schema:
+                values = _checked(schema["enum"], list, f"{path}/enum")
             for value in values:
                 node.texts.append(json.dumps(value, ensure_ascii=False))
                 node.texts.append(json.dumps(value))  # for characters that no token has
@@ -344,6 +349,7 @@ class JSONGrammar:
         return node
 
     def _referenced_node(self, reference: Any, path: str) -> _Node:
+        """Return the node of a JSON pointer within the schema, which stands at a path."""
         schema: Any = self._schema
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise GenerationError(f"{path}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
@@ -398,9 +404,10 @@ class JSONGrammar:
         for name in required:
             if name not in properties:
                 raise GenerationError(f"{path}/required has {json.dumps(name)[:40]}: it must be among properties.")
-        for name, inner in properties.items():
+        for name, property_schema in properties.items():
             key = json.dumps(name, ensure_ascii=False)
-            node.properties.append((key, name in required, self._node(inner, f"{path}/properties/{name}")))
+            property_node = self._node(property_schema, f"{path}/properties/{name}")
+            node.properties.append((key, name in required, property_node))
         # Without properties, a schema allows any; with properties, only these.
         additional = schema.get("additionalProperties", not properties)
         if additional is not False:
@@ -503,7 +510,8 @@ def _accepted(stacks: frozenset[_Stack], tokens: Sequence[int], texts: Sequence[
         text = texts[index]
         # Sorted texts share beginnings: only the characters after the common one are new.
         shared = 0
-        while shared < min(len(states) - 1, len(text)) and text[shared] == previous[shared]:
+        longest = min(len(states) - 1, len(text))
+        while shared < longest and text[shared] == previous[shared]:
             shared += 1
         del states[shared + 1 :]
         while len(states) <= len(text):
@@ -517,7 +525,8 @@ def _accepted(stacks: frozenset[_Stack], tokens: Sequence[int], texts: Sequence[
             index += 1
         else:  # all texts with this beginning are impossible: skip to the first text that sorts after them
             impossible = text[: len(states)]
-            successor = impossible[:-1] + chr(min(ord(impossible[-1]) + 1, 0x10FFFF))
+            next_char = chr(min(ord(impossible[-1]) + 1, 0x10FFFF))  # the last code point has no successor
+            successor = impossible[:-1] + next_char
             index = max(bisect_left(texts, successor, index), index + 1)
 
 
@@ -543,5 +552,6 @@ class JSONFilter:
             for char in self._texts.texts[token]:
                 self._stacks = _step(self._stacks, char)
         self._length = tokens.shape[1]
-        allowed = self._texts.allowed(self._stacks).to(logits.device)
-        return torch.full_like(logits, float("-inf")).index_copy_(1, allowed, logits[:, allowed])
+        allowed = self._texts.allowed(self._stacks).to(logits.device)  # [n]
+        filtered = torch.full_like(logits, float("-inf"))
+        return filtered.index_copy_(1, allowed, logits[:, allowed])

@@ -75,8 +75,10 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
         >>> [prompt.messages[0].text_content for prompt in torchtune.generation.read_prompts(folder / "prompts.jsonl")]
         ['Why?', 'Who wrote Faust?']
     """
+    prompts = []
     try:
-        prompts = [_parse_prompt(path, number, line, system) for number, line in numbered_lines(Path(path))]
+        for number, line in numbered_lines(Path(path)):
+            prompts.append(_parse_prompt(path, number, line, system))
     except OSError as error:
         raise GenerationError(f"prompts: {path} cannot be read ({error.strerror}): give a JSONL file.") from error
     if not prompts:
@@ -85,13 +87,14 @@ def read_prompts(path: str | Path, system: str | None = None) -> list[Prompt]:
 
 
 def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None) -> Prompt:
+    """Return the prompt of a line of a file; see :func:`read_prompts`."""
     location = f"prompts: {path}, line {number}"
     try:
         value = parse_json_line(line)
     except UserError as error:
         raise GenerationError(f'{location}: {error}; correct the line, and write texts in quotes, "…".') from error
     if isinstance(value, Mapping):
-        columns = [key for key in ("prompt", "messages") if key in value]
+        columns = [name for name in ("prompt", "messages") if name in value]
         if len(columns) != 1:
             raise GenerationError(f"{location}: the object needs either prompt or messages, it has {', '.join(value)}.")
         row = unfold_prompt(value, columns[0])
@@ -205,8 +208,12 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
     for prompt_images in images:
         if "encoder_mask" in prompt_images:  # cross-attention: the batch has no other prompt with images
             mask = prompt_images["encoder_mask"]  # [1, s, t]
-            return {**prompt_images, "encoder_mask": mask[:, positions[0].clamp(max=mask.shape[1] - 1)]}
-        pixels.append(prompt_images["encoder_input"]["images"] if prompt_images else None)
+            rows = positions[0].clamp(max=mask.shape[1] - 1)
+            return {**prompt_images, "encoder_mask": mask[:, rows]}
+        if prompt_images:
+            pixels.append(prompt_images["encoder_input"]["images"])
+        else:
+            pixels.append(None)
     batch = join_images(pixels, lengths)
     if batch is None:
         return {}

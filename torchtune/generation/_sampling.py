@@ -64,7 +64,8 @@ class Sampling:
 def keep_likely(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return logits ``[..., v]``, already divided by the temperature, with -inf for tokens that are not sampled."""
     if sampling.top_k:
-        lowest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[..., -1:]
+        k = min(sampling.top_k, logits.shape[-1])
+        lowest = logits.topk(k).values[..., -1:]  # [..., 1]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
     if sampling.top_p is not None and sampling.top_p < 1.0:
         # From the least likely token on, tokens are removed as long as they sum to at most 1 - p.
@@ -89,7 +90,9 @@ def process_logits(tokens: Tensor, logits: Tensor, processors: Sequence[LogitsPr
         name = getattr(processor, "__name__", type(processor).__name__)
         processed = processor(tokens, logits)
         if not isinstance(processed, Tensor) or processed.shape != logits.shape:
-            result = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+            result = type(processed).__name__
+            if isinstance(processed, Tensor):
+                result = list(processed.shape)
             raise GenerationError(
                 f"logits_processors: {name} returned {result}: it must return logits of the shape {list(logits.shape)}."
             )
@@ -127,7 +130,8 @@ def draw_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Te
     threshold = (uniform[:, None] * total).to(cumulative.dtype)
     # Rounded up to the total, a threshold would give the last token, even if its probability is 0.
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp(max=weights.shape[-1] - 1)  # [m, 1]
+    tokens = torch.searchsorted(cumulative, threshold, right=True)  # [m, 1]
+    tokens = tokens.clamp(max=weights.shape[-1] - 1)
     return tokens, probabilities
 
 

@@ -13,7 +13,7 @@ from torchtune.config import SettingsView
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.datasets import instantiate_dataset, workers
 from torchtune.estimate import context_length
-from torchtune.generation import GenerationError, generate_tokens, uncompiled
+from torchtune.generation import GenerationError, evaluating, generate_tokens, uncompiled
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.supervision import StepMetrics, observe_together
 from torchtune.tokenizers import document_texts
@@ -105,13 +105,13 @@ class Measurement:
         if not self._indices:
             return {"values": {}, "answers": []}
         start = time.perf_counter()
-        with _evaluating(self._model), step_metrics.validation() as means:
+        with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             for name, batch in zip(names[self._own_batches], batches, strict=True):
                 means.add({name: (compute_loss(batch), batch.num_terms)})
             averages = means.over(self._dims)
             seconds = (time.perf_counter() - start) / len(batches)
-            answers = observe_together(self._answers_guard, lambda: self._answers(seconds), self._dims)
+            answers = observe_together(self._answers_guard, lambda: self._generate_answers(seconds), self._dims)
         values = {name: averages.get(f"val_{name}") for name in names}
         return {"what": "loss", "on": self._setting, "values": values, "answers": answers or []}
 
@@ -125,7 +125,7 @@ class Measurement:
         """
         if not self._indices:
             return {"values": {}, "answers": []}
-        with _evaluating(self._model), step_metrics.validation() as means:
+        with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             scored = sample(batches, 1, greedy=True)
             rewards = scored.rewards.flatten().nan_to_num().tolist()
@@ -133,7 +133,8 @@ class Measurement:
                 means.add({name: (reward, 1)})
             averages = means.over(self._dims)
         answers = []
-        for prompt, text in list(zip(scored.prompts, scored.texts, strict=True))[:_MOST_PROMPTS]:
+        shown_prompts = scored.prompts[:_MOST_PROMPTS]
+        for prompt, text in zip(shown_prompts, scored.texts, strict=False):
             question = self._tokenizer.decode(prompt.tokens)[:_MOST_CHARACTERS]
             answers.append({"prompt": question, "expected": "", "answer": text[:_MOST_CHARACTERS]})
         values = {name: averages.get(f"val_{name}") for name in names}
@@ -151,12 +152,12 @@ class Measurement:
         batches_of_rows = []
         for start in range(0, len(rows), self._rows_per_loss):
             batch_rows = rows[start : start + self._rows_per_loss]
-            names.append(_digest(batch_rows[0]))
+            names.append(_row_digest(batch_rows[0]))
             batches_of_rows.append(batch_rows)
         batches = [self._collate(batch_rows) for batch_rows in batches_of_rows[self._own_batches]]
         return names, batches
 
-    def _answers(self, seconds: float) -> list[dict[str, str]]:
+    def _generate_answers(self, seconds: float) -> list[dict[str, str]]:
         """Return greedy answers; none for images, reward models or context parallelism, or if it takes too long.
 
         Args:
@@ -166,9 +167,9 @@ class Measurement:
         tokenizer = self._tokenizer
         if text_decoder(model) is not model or self._dims.cp > 1:
             return []
-        lack = _lack_for_answers(model, tokenizer)
-        if lack is not None:
-            log_once(get_logger(), f"The report has no answers: {lack}.")
+        obstacle = _answers_obstacle(model, tokenizer)
+        if obstacle is not None:
+            log_once(get_logger(), f"The report has no answers: {obstacle}.")
             return []
         is_reward_model = getattr(model.output, "out_features", None) == 1
         if is_reward_model:
@@ -178,27 +179,29 @@ class Measurement:
             turn = _first_turn(self._rows[index])
             if turn is not None:
                 turns.append(turn)
-        # The slowest rank decides, in whole microseconds, because ranks exchange integers. Eight tokens more than the
-        # longest trained answer show whether the model ends its own.
+        # The slowest rank decides, in whole microseconds, because ranks exchange integers.
         microseconds = max(self._dims.max(int(1e6 * seconds)), 1)
+        affordable_tokens = int(_MOST_SECONDS * 1e6) // microseconds
+        # Eight tokens more than the longest trained answer show whether the model ends its own.
         longest = max((len(expected) for _, expected in turns), default=0)
-        new_tokens = min(_MOST_NEW_TOKENS, int(_MOST_SECONDS * 1e6) // microseconds, longest + 8)
+        new_tokens = min(_MOST_NEW_TOKENS, affordable_tokens, longest + 8)
         if new_tokens == 0:
             return []
-        turns = [(prompt, expected) for prompt, expected in turns if len(prompt) + new_tokens <= model.max_seq_len]
+        prompts = []
+        expected_answers = []
+        for prompt, expected in turns:
+            if len(prompt) + new_tokens <= model.max_seq_len:
+                prompts.append(prompt)
+                expected_answers.append(expected)
         stop_tokens = list(tokenizer.stop_tokens)
         try:
             generated = generate_tokens(
-                model,
-                [prompt for prompt, _ in turns],
-                max_new_tokens=new_tokens,
-                temperature=0.0,
-                stop_tokens=stop_tokens,
+                model, prompts, max_new_tokens=new_tokens, temperature=0.0, stop_tokens=stop_tokens
             )
         except GenerationError:  # no prompts, or an architecture without generation
             return []
         answers = []
-        for (prompt, expected), row in zip(turns, generated.tokens, strict=True):
+        for prompt, expected, row in zip(prompts, expected_answers, generated.tokens, strict=True):
             answer = [token for token in row.tolist() if token not in stop_tokens]
             answers.append(
                 {
@@ -211,21 +214,16 @@ class Measurement:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _undisturbed(model: torch.nn.Module) -> Iterator[None]:
     """Context manager in which a model is in evaluation mode and not compiled; it restores the random state, too."""
-    # Of each module, because a recipe may keep some of them, such as frozen towers, in evaluation mode.
-    was_training = {module: module.training for module in model.modules()}
-    try:
-        with undisturbed_random_state(), torch.no_grad(), uncompiled(model.eval()):
-            yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training
+    with undisturbed_random_state(), torch.no_grad(), evaluating(model), uncompiled(model):
+        yield
 
 
 def _evenly_spaced(indices: Sequence[int], count: int) -> list[int]:
     """Return at most ``count`` of the indices, evenly spaced from the first to the last."""
-    positions = np.linspace(0, len(indices) - 1, min(count, len(indices))).astype(int)
+    count = min(count, len(indices))
+    positions = np.linspace(0, len(indices) - 1, count).astype(int)
     return [int(indices[position]) for position in positions]
 
 
@@ -259,11 +257,13 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
         return None
     if first_label == 0:
         first_label = min(_CONTEXT_OF_PLAIN_TEXT, end // 2)
-    return tokens[: first_label + 1].tolist(), tokens[first_label + 1 : end + 1].tolist()
+    prompt = tokens[: first_label + 1]
+    answer = tokens[first_label + 1 : end + 1]
+    return prompt.tolist(), answer.tolist()
 
 
-def _lack_for_answers(model: Any, tokenizer: Any) -> str | None:
-    """Return what a model or tokenizer of the user's own, which need not generate, lacks for it; None if nothing."""
+def _answers_obstacle(model: Any, tokenizer: Any) -> str | None:
+    """Return why a model or tokenizer of the user's own, which need not generate, gives no answers; None if it does."""
     if not isinstance(model, TransformerDecoder):
         return f"{type(model).__name__} is not a TransformerDecoder, and others do not generate"
     for name in ("decode", "stop_tokens"):
@@ -272,7 +272,7 @@ def _lack_for_answers(model: Any, tokenizer: Any) -> str | None:
     return None
 
 
-def _digest(row: Any) -> str:
+def _row_digest(row: Any) -> str:
     """Return a digest of a row's tokens and labels; for a pack, of all its documents."""
     digest = hashlib.sha256()
     documents = row if isinstance(row, list) else [row]

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune.reports._charts import Points, line_chart, smooth
-from torchtune.reports._page import environment, write_page
+from torchtune.reports._page import Points, environment, line_chart, smooth, write_page
 from torchtune.reports._run_folder import RunFolder
 from torchtune.reports._verdict import Interval, compare_rows, judge
 from torchtune.training.metric_logging import flatten_dict
@@ -178,11 +177,13 @@ def _facts(run: RunFolder) -> dict[str, Any]:
         facts.pop(name, None)
     for name in ("code", "processes", "device"):
         facts[name] = run.start.get(name)
-    facts["data"] = {name: data.get("digest") for name, data in run.start.get("data", {}).items()}
+    described_data = run.start.get("data", {})  # by setting
+    facts["data"] = {name: data.get("digest") for name, data in described_data.items()}
     return flatten_dict(facts)
 
 
 def _loss_class(run: RunFolder) -> str:
+    """Return the class name of a run's loss; ``None`` as text if the settings name none."""
     loss = run.settings.get("loss") or {}
     return str(loss.get("_component_")).rpartition(".")[2]
 
@@ -190,4 +191,5 @@ def _loss_class(run: RunFolder) -> str:
 def _scores(run: RunFolder) -> dict[str, dict[Any, float]]:
     """Return name of a score -> (row -> score), of the measurement after training and of evaluations."""
     after = run.measured("after")
-    return {f"{after.get('what')} after training": after.get("values", {}), **run.eval_scores()}
+    name = f"{after.get('what')} after training"
+    return {name: after.get("values", {}), **run.eval_scores()}

@@ -76,7 +76,9 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
 
 
 def _is_repository(name: Any) -> bool:
-    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)) is not None and not Path(str(name)).exists()
+    """Return whether a name is OWNER/NAME, and no path of this machine."""
+    is_repository_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(name)) is not None
+    return is_repository_name and not Path(str(name)).exists()
 
 
 def _repository_of(folder: Path) -> str | None:

@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 
 from torchtune.checkpoints import MARKER, best_checkpoint, best_record, complete_directories
-from torchtune.reports._run_record import RECORD
 from torchtune.utils import UserError, read_json
 
 SETTINGS = "torchtune_config.yaml"
+RECORD = "logs/run.jsonl"  # one JSON line for each start, measurement and end
 # Metrics that count from the start of a process.
 _COUNTERS = ("processed_tokens", "trained_tokens", "elapsed_seconds")
 # "loss:1.25 lr:2e-05" in a line of a text log.
@@ -60,10 +60,7 @@ class RunFolder:
             text = (self.path / SETTINGS).read_text(encoding="utf-8")
             self.settings: dict[str, Any] = dict(yaml.safe_load(text))
         except (OSError, yaml.YAMLError, ValueError, TypeError) as error:
-            if isinstance(error, OSError):
-                reason = "has no"
-            else:
-                reason = "has a damaged"
+            reason = "has no" if isinstance(error, OSError) else "has a damaged"
             raise UserError(f"{path} {reason} {SETTINGS}: give the output_dir of a run.") from error
         self.events: list[dict[str, Any]] = []
         for event in _read_lines(self.path / RECORD):
@@ -128,7 +125,10 @@ class RunFolder:
     @property
     def last_step(self) -> int:
         """Number of completed steps, as far as known."""
-        return max([*self.steps, *(event["step"] for event in self.events)], default=0)
+        steps = [*self.steps]
+        for event in self.events:
+            steps.append(event["step"])
+        return max(steps, default=0)
 
     @property
     def newest_step(self) -> int:
@@ -155,7 +155,7 @@ class RunFolder:
             owner = read_json(self.path / ".run.lock")
             if owner["host"] == platform.node():
                 with suppress(PermissionError):  # of another user's process
-                    os.kill(int(owner["pid"]), 0)
+                    os.kill(int(owner["pid"]), 0)  # sends no signal, but raises if there is no such process
             return "is going on"
         except (UserError, OSError, KeyError, ValueError, TypeError):  # there is no lock, or no such process
             if self.events:
@@ -194,6 +194,7 @@ class RunFolder:
         return dict(sorted(steps.items()))
 
     def _metrics_file(self) -> Path | None:
+        """Return the file of a disk logger; None if the run had another logger."""
         node = self.settings.get("metric_logger") or {}
         name = node.get("filename") or f"log.{node.get('output_fmt', 'txt')}"
         # The folder of the run may have been moved since.
@@ -234,11 +235,14 @@ class RunFolder:
     @cached_property
     def checkpoints(self) -> dict[str, dict[str, str]]:
         """Name of each complete checkpoint -> CRC-32 of its files, oldest first."""
-        return {path.name: read_json(path / MARKER).get("crc32", {}) for path in complete_directories(self.path)}
+        checksums = {}
+        for path in complete_directories(self.path):
+            checksums[path.name] = read_json(path / MARKER).get("crc32", {})
+        return checksums
 
     def slow_steps(self) -> list[tuple[int, float, float]]:
         """Return (step, seconds, median) of steps over three times the median, excluding saving and validation."""
-        seconds_per_step = {}
+        seconds_per_step = {}  # a mean over the steps since the last logged one
         for (previous_step, start), (step, end) in itertools.pairwise(self.curve("elapsed_seconds")):
             metrics = self.steps[step]
             share_lost = metrics.get("lost_to_saving", 0.0) + metrics.get("lost_to_validation", 0.0)

@@ -1,28 +1,34 @@
 """What a run logs and records before its first step and after its last, and its report."""
 
+import dataclasses
+import hashlib
 import json
 import logging
 import math
 import os
+import platform
 import shlex
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+import torchtune
+from torchtune._recipe_registry import CONFIGS, current_name, recipe_at
 from torchtune.checkpoints import ADAPTER_FILE, CheckpointStore, best_record, complete_directories
-from torchtune.config import SettingsView, as_written
-from torchtune.data import Batch, BatchLoader
+from torchtune.config import SettingsView, as_written, read_document, redact_secrets, to_dict
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Batch, BatchLoader
 from torchtune.datasets import explain_shared_rows, num_left_out
 from torchtune.estimate import count_parameters
 from torchtune.modules import text_decoder
 from torchtune.reports._before_and_after import Measurement
-from torchtune.reports._charts import duration
-from torchtune.reports._page import write_report
-from torchtune.reports._run_folder import RunFolder
-from torchtune.reports._run_record import append_record, describe_data, describe_layers, describe_start
+from torchtune.reports._page import duration, write_report
+from torchtune.reports._run_folder import RECORD, SETTINGS, RunFolder
 from torchtune.reports._verdict import judge
 from torchtune.supervision import (
     BestValidation,
@@ -32,10 +38,25 @@ from torchtune.supervision import (
     explain_no_validation,
     observe_together,
 )
+from torchtune.tokenizers import decode_pieces, document_texts
+from torchtune.training import undisturbed_random_state
+from torchtune.training.metric_logging import flatten_dict
 from torchtune.training.parallel import ParallelDims, broadcast_object, checksum_trained
 from torchtune.training.precision import best_dtype
-from torchtune.utils import ObserverGuard, UserError, get_logger, is_simulated, log_rank_zero, logged_once
+from torchtune.utils import (
+    ObserverGuard,
+    UserError,
+    append_line,
+    get_logger,
+    is_simulated,
+    log_rank_zero,
+    logged_once,
+    valid_json,
+)
 
+_SAMPLE_ROWS = 5
+_LENGTH_BINS = 24
+_MOST_TOKENS = 4000  # of a sample row
 # Parts of the report that can fail one by one, while the others and the run go on.
 _PARTS = ("summary", "measurement", "answers", "record", "data", "page")
 
@@ -135,7 +156,11 @@ class RunReport:
         self._first_step = step
         self._step = step
         self._initial_checksum = self._guards["summary"].call(lambda: checksum_trained(self._model))
-        self._shared_rows = self._guards["data"].call(self._find_shared_rows)
+        if self._loader_val is not None and self._writes:
+            validation_data = self._loader_val.dataset
+            self._shared_rows = self._guards["data"].call(
+                lambda: explain_shared_rows(validation_data, self._loader.dataset)
+            )
         self._guards["summary"].call(self._log_summary)
         if not is_simulated():
             self._measurement = self._together(self._make_measurement)
@@ -165,8 +190,11 @@ class RunReport:
         """
         self._step = step
         num_steps = step - self._first_step
-        has_changed = self._has_changed()
         took = duration(time.monotonic() - self._start_time)
+        # On any rank: each has its own shards of the parameters. What is unknown counts as changed.
+        checksum = self._guards["summary"].call(lambda: checksum_trained(self._model))
+        is_unknown = checksum is None or self._initial_checksum is None
+        has_changed = self._dims.any(is_unknown or checksum != self._initial_checksum)
         is_finished = step >= self._total_steps
         stops_early = code == 0 and self._best.should_stop
         if is_finished or stops_early:
@@ -180,10 +208,10 @@ class RunReport:
         else:
             state = "was stopped"
             text = f"Stopped after {num_steps:,} steps in {took}."
-        describe_next = self._continue_rows
         if is_finished or stops_early:
-            describe_next = self._result_rows
-        rows = self._guards["summary"].call(describe_next) or []
+            rows = self._guards["summary"].call(self._result_rows, default=[])
+        else:
+            rows = self._guards["summary"].call(self._resume_rows, default=[])
         log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
         if num_steps > 0 and not has_changed:
@@ -195,7 +223,8 @@ class RunReport:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if kind is not None and not self._has_ended:
-            self._write_report("has failed", error=kind.__name__, sentence=str(error).strip().partition("\n")[0])
+            sentence, _, _ = str(error).strip().partition("\n")
+            self._write_report("has failed", error=kind.__name__, sentence=sentence)
 
     def _together(self, function: Callable[[], Any]) -> Any:
         """Call a part of the measurement on all ranks, or leave it out on all."""
@@ -203,12 +232,8 @@ class RunReport:
 
     # Before the first step
 
-    def _find_shared_rows(self) -> str | None:
-        if self._loader_val is None or not self._writes:
-            return None
-        return explain_shared_rows(self._loader_val.dataset, self._loader.dataset)
-
     def _log_summary(self) -> None:
+        """Log the facts of the run, and warn of what its settings leave unused or share."""
         logger = get_logger()
         log_rank_zero(logger, f"This run:\n{_align_rows(self._summary_rows())}")
         if self._unused_validation is not None:
@@ -221,6 +246,7 @@ class RunReport:
             log_rank_zero(logger, f"dataset_val: {self._shared_rows}.", logging.WARNING)
 
     def _summary_rows(self) -> list[tuple[str, str]]:
+        """Return the (name, text) rows of the summary."""
         cfg = self._cfg
         base = cfg.checkpointer.get("checkpoint_dir")
         weights = "its own initial weights"
@@ -245,10 +271,11 @@ class RunReport:
             ("optimizer", optimizer),
             ("runs on", f"{self._device.type} in {cfg.dtype}, {self._dims}"),
             ("writes to", f"{cfg.output_dir}, a checkpoint every {every}"),
-            ("settings", str(self._folder / "torchtune_config.yaml")),
+            ("settings", str(self._folder / SETTINGS)),
         ]
 
     def _describe_size_of_data(self) -> str:
+        """Return text such as ``1,000 rows, 250,000 tokens; 100 for validation``."""
         dataset = self._loader.dataset
         if dataset.is_stream:
             text = "read while the run trains"
@@ -263,6 +290,7 @@ class RunReport:
         return text
 
     def _record_start(self) -> None:
+        """Record the start of this process, with what it runs and what it trains."""
         facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
 
         def describe() -> dict[str, Any]:
@@ -274,6 +302,7 @@ class RunReport:
         self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
 
     def _describe_model_and_data(self) -> dict[str, Any]:
+        """Return the numbers of parameters, and facts about the data."""
         total, trained = count_parameters(self._model)
         data = {"dataset": describe_data(self._loader, self._tokenizer)}
         if self._loader_val is not None:
@@ -285,6 +314,7 @@ class RunReport:
     # Measurements
 
     def _make_measurement(self) -> Measurement:
+        """Choose the rows to measure. A collective."""
         return Measurement(
             self._cfg,
             self._dims,
@@ -323,16 +353,15 @@ class RunReport:
             self._measure("after", compute_loss, sample)
             return
         best, last = checkpoints
-        if best["checkpoint"] == last.name:
+        if best["checkpoint"] == last.name:  # the model has these weights
             self._measure("after", compute_loss, sample, best=best)
-        else:
-            if self._load_weights(self._folder / best["checkpoint"]):
-                self._measure("after", compute_loss, sample, best=best)
-            self._load_weights(last)  # a caller of the recipe may go on with its model
+            return
+        if self._load_weights(self._folder / best["checkpoint"]):
+            self._measure("after", compute_loss, sample, best=best)
+        self._load_weights(last)  # a caller of the recipe may go on with its model
 
     def _best_and_last_checkpoint(self) -> tuple[dict[str, Any], Path] | None:
-        """Return the record of the best checkpoint and the last one; None if none is the best, or the last weights are
-        not saved."""
+        """Return the record of the best checkpoint and the last one; None without a best one or saved last weights."""
         saved = complete_directories(self._folder)
         if not saved:
             return None
@@ -354,13 +383,8 @@ class RunReport:
 
     # After the last step
 
-    def _has_changed(self) -> bool:
-        """Return whether a trained parameter differs from what it was at the start, on any rank. A collective."""
-        checksum = self._guards["summary"].call(lambda: checksum_trained(self._model))
-        is_unknown = checksum is None or self._initial_checksum is None
-        return self._dims.any(is_unknown or checksum != self._initial_checksum)
-
     def _warn_of_nothing_trained(self, num_steps: int) -> None:
+        """Warn that no trained parameter has changed, with the number of skipped steps as a likely reason."""
         if not self._writes:
             return
         skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
@@ -374,9 +398,19 @@ class RunReport:
             logging.WARNING,
         )
 
-    def _continue_rows(self) -> list[tuple[str, str]]:
-        """Return the command that continues a run that was stopped."""
-        return [("go on with", _resume_command(self._cfg, self._recipe_file, self._dims.world_size))]
+    def _resume_rows(self) -> list[tuple[str, str]]:
+        """Return the command that continues a run that was stopped; on several machines, each has its own."""
+        processes = self._dims.world_size
+        if processes != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            return [("go on with", "the same commands, with resume_from_checkpoint=True")]
+        words = ["tune", "run"]
+        if processes > 1:
+            words += ["--nproc-per-node", str(processes)]
+        recipe = recipe_at(self._recipe_file) or self._recipe_file
+        if recipe != current_name(self._cfg.recipe):  # otherwise the config names it
+            words.append(recipe)
+        words += ["--config", str(self._folder / SETTINGS), "resume_from_checkpoint=True"]
+        return [("go on with", shlex.join(words))]
 
     def _result_rows(self) -> list[tuple[str, str]]:
         """Return the result of a run that has ended, and the command that asks the model a question."""
@@ -419,6 +453,7 @@ class RunReport:
         return rows
 
     def _metric_rows(self) -> list[tuple[str, str]]:
+        """Return the first and the last value of each metric of the progress."""
         history = self._step_metrics.history
         rows = []
         for name, label in StepMetrics.PROGRESS.items():
@@ -433,9 +468,11 @@ class RunReport:
         return rows
 
     def _prompt_command(self, folder: Path, base: Any) -> str:
+        """Return the command that asks the model of a checkpoint a question."""
         dtype = self._cfg.dtype or best_dtype(self._device)
         if (folder / ADAPTER_FILE).is_file():
-            return shlex.join(["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype])
+            words = ["tune", "chat", "--model", str(base), "--adapter", str(folder), "--dtype", dtype]
+            return shlex.join(words)
         words = ["tune", "run", "generate", "--config", "any_generation", f"device={self._device.type}"]
         words += [f"dtype={dtype}", f"checkpointer.checkpoint_dir={folder}"]
         return f"{shlex.join(words)} prompt.user={json.dumps('Who are you?')}"
@@ -443,25 +480,24 @@ class RunReport:
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank."""
         self._has_ended = True
-        if self._writes:
-            self._record_end(state, facts)
-            self._guards["page"].call(lambda: self._log_verdict(state))
-
-    def _record_end(self, state: str, facts: Mapping[str, Any]) -> None:
+        if not self._writes:
+            return
         record = {
             "step": self._step,
             "state": state,
             "seconds": time.monotonic() - self._start_time,
-            "layers": self._guards["record"].call(lambda: describe_layers(self._model)) or {},
+            "layers": self._guards["record"].call(lambda: describe_layers(self._model), default={}),
             "notes": logged_once(),
             **facts,
         }
         self._guards["record"].call(lambda: append_record(self._folder, "end", record))
 
-    def _log_verdict(self, state: str) -> None:
-        run = RunFolder(self._folder)
-        rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
-        get_logger().info(f"The run {state}.\n{_align_rows(rows)}")
+        def log_verdict() -> None:
+            run = RunFolder(self._folder)
+            rows = [("verdict", str(judge(run))), ("report", str(write_report(run)))]
+            get_logger().info(f"The run {state}.\n{_align_rows(rows)}")
+
+        self._guards["page"].call(log_verdict)
 
 
 def _check_images(model: torch.nn.Module, dataset: Any) -> None:
@@ -487,17 +523,115 @@ def _component_name(node: Any) -> str:
     return as_written(str(node.get("_component_"))).rpartition(".")[2]
 
 
-def _resume_command(cfg: SettingsView, recipe_file: str, processes: int) -> str:
-    """Return the command that continues a run; on several machines, each has its own."""
-    from torchtune._recipe_registry import current_name, recipe_at
+def append_record(output_dir: Path, event: str, values: Mapping[str, Any]) -> None:
+    """Append an event with its time to the record of a run; if the disk is full, the run goes on without it."""
+    record = valid_json({"event": event, "time": time.time(), **values})
+    line = json.dumps(record, ensure_ascii=False, default=str)
+    append_line(output_dir / RECORD, redact_secrets(line))
 
-    if processes != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        return "the same commands, with resume_from_checkpoint=True"
-    words = ["tune", "run"]
-    if processes > 1:
-        words += ["--nproc-per-node", str(processes)]
-    recipe = recipe_at(recipe_file) or recipe_file
-    if recipe != current_name(cfg.recipe):  # otherwise the config names it
-        words.append(recipe)
-    settings = Path(cfg.output_dir) / "torchtune_config.yaml"
-    return shlex.join([*words, "--config", str(settings), "resume_from_checkpoint=True"])
+
+def describe_start(settings: Any, recipe_file: str, dims: ParallelDims, device: torch.device) -> dict[str, Any]:
+    """Return the code, machine and settings at the start of a process of the run.
+
+    Args:
+        settings: settings of the recipe.
+        recipe_file: file of the recipe, which may be a copy.
+        dims: processes of the run.
+        device: device of this process.
+    """
+    facts: dict[str, Any] = {
+        "recipe": recipe_at(recipe_file) or recipe_file,
+        "config": None,
+        "changed": {},
+        "processes": dims.world_size,
+        "parallel": str(dims),
+        "code": {
+            "torchtune": torchtune.__version__,
+            "torch": torch.__version__,
+            "recipe": hashlib.sha256(Path(recipe_file).read_bytes()).hexdigest()[:12],
+        },
+        "host": platform.node(),
+        "device": device.type,
+        "memory_gib": None,
+    }
+    config = None  # the file given as `--config` in the command of this process
+    if "--config" in sys.argv:
+        config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve()
+    if config is not None and config.is_file():
+        facts["config"] = config
+        if config.is_relative_to(CONFIGS):  # a shipped config is named as in `tune run --config`
+            facts["config"] = str(config.relative_to(CONFIGS).with_suffix(""))
+        facts["changed"] = _changed_settings(config, settings)
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
+    return facts
+
+
+def _changed_settings(config: Path, settings: Any) -> dict[str, list[Any]]:
+    """Return setting -> [value in the config file, value of the run], where they differ."""
+    in_file = {}
+    for field in getattr(settings, "__dataclass_fields__", {}).values():
+        if field.default is not dataclasses.MISSING:
+            in_file[field.name] = field.default
+    in_file |= flatten_dict(read_document(config).data)
+    changed = {}
+    for name, value in flatten_dict(to_dict(settings, redact=True)).items():
+        is_reference = "${" in str(in_file.get(name))
+        # Absent, null and empty settings mean the same.
+        is_equal = (in_file.get(name) or None) == (value or None)
+        if not is_equal and not is_reference:
+            changed[name] = [in_file.get(name), value]
+    return changed
+
+
+def describe_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Return module type -> number of such modules and dtype of their weights, for modules with weights."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for module in model.modules():
+        weight = next(module.parameters(recurse=False), None)
+        if weight is not None:
+            counts[type(module).__name__, str(weight.dtype).removeprefix("torch.")] += 1
+    return {name: f"{count} in {dtype}" for (name, dtype), count in counts.items()}
+
+
+def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
+    """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens."""
+    dataset = loader.dataset
+    if dataset.is_stream:
+        return {}
+    rows = dataset
+    parts = dataset.row_datasets()
+    if dataset.is_packed and len(parts) == 1:  # packs are described by their rows
+        rows = parts[0]
+    facts: dict[str, Any] = {"rows": len(rows), "examples": len(dataset), "samples": []}
+    if dataset.fingerprint is not None:
+        digest = hashlib.sha256(repr(dataset.fingerprint).encode())
+        facts["digest"] = digest.hexdigest()[:16]
+    lengths = rows.known_lengths
+    if lengths is not None:
+        counts, edges = np.histogram(lengths, _LENGTH_BINS)
+        facts["tokens"] = int(lengths.sum())
+        facts["lengths"] = {"counts": counts.tolist(), "edges": edges.tolist()}
+    num_samples = min(_SAMPLE_ROWS, len(rows))
+    indices = np.linspace(0, len(rows) - 1, num_samples).astype(int).tolist()  # evenly spaced
+    with undisturbed_random_state():  # a transform may draw random numbers
+        for index in indices:
+            facts["samples"] += _describe_row(index, rows[index], tokenizer)
+    return facts
+
+
+def _describe_row(index: int, row: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """Return the texts of a row, in pieces that are trained or not; rows of preference data have several texts."""
+    texts = []
+    for _, tokens, labels in document_texts(row):
+        pieces = decode_pieces(tokens[:_MOST_TOKENS], labels[:_MOST_TOKENS], tokenizer)
+        texts.append(
+            {
+                "row": index,
+                "tokens": len(tokens),
+                "trained": int((labels != CROSS_ENTROPY_IGNORE_IDX).sum()),
+                "pieces": [(text[:_MOST_TOKENS], is_trained) for text, is_trained in pieces],
+            }
+        )
+    return texts

@@ -9,7 +9,6 @@ from torchtune.rlhf._grpo import (
     make_advantages,
     setup_policy_loss,
 )
-from torchtune.rlhf._local_sampler import LocalSampler
 from torchtune.rlhf._ppo import (
     AnswerTokens,
     TokenAdvantages,
@@ -26,26 +25,28 @@ from torchtune.rlhf._prompts import (
     NumberedPrompts,
     Prompt,
     PromptBatch,
+    SharingError,
+    can_share_prefixes,
     check_prompts,
     collate_prompts,
     images_of,
     numbered_prompts,
+    share_pairs,
 )
-from torchtune.rlhf._reference import Reference, ReferenceScores, cache_reference, check_pairs, load_reference
+from torchtune.rlhf._reference import Reference, ReferenceScores, check_pairs, load_reference
 from torchtune.rlhf._reward_model import RewardModel, judge_rollouts
 from torchtune.rlhf._rollouts import (
     Rollout,
     RolloutError,
-    Sampler,
     collate_rollouts,
     prompt_seed,
     rollout_batches,
     texts_of,
 )
+from torchtune.rlhf._row_cache import cache_reference, cache_teacher
+from torchtune.rlhf._samplers import LocalSampler, Sampler, ServerSampler
 from torchtune.rlhf._scored_rollouts import RolloutRecord, ScoredRollouts, score_rollouts
-from torchtune.rlhf._server_sampler import ServerSampler
-from torchtune.rlhf._shared_prompts import SharingError, can_share_prefixes, share_pairs
-from torchtune.rlhf._teacher import Teacher, cache_teacher, check_teacher, load_teacher, setup_kd_loss
+from torchtune.rlhf._teacher import Teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf.environments import setup_environments
 from torchtune.rlhf.loss import document_log_probs, pooled_scores
 from torchtune.rlhf.loss.dpo import ChosenRejectedOutputs

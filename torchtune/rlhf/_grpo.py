@@ -41,14 +41,16 @@ class GroupAdvantages:
         Returns:
             ``[n, g]`` in the dtype of the rewards; 0 in groups without variance, NaN for NaN rewards.
         """
-        has_reward = ~rewards.isnan()
+        has_reward = ~rewards.isnan()  # [n, g]
         counts = has_reward.sum(1, keepdim=True)  # [n, 1]
+        num_others = (counts - 1).clamp(min=1)  # [n, 1], also the divisor of an unbiased variance
         centered = rewards - rewards.nansum(1, keepdim=True) / counts.clamp(min=1)
         advantages = centered
         if self.leave_one_out:
-            advantages = centered * counts / (counts - 1).clamp(min=1)
+            advantages = centered * counts / num_others
+        # The constant keeps groups whose rewards hardly differ from dominating the step.
         if self.scale == "group":
-            variance = centered.square().nansum(1, keepdim=True) / (counts - 1).clamp(min=1)
+            variance = centered.square().nansum(1, keepdim=True) / num_others
             advantages = advantages / (variance.sqrt() + 1e-4)
         elif self.scale == "batch":
             advantages = advantages / (_std(rewards[has_reward], dims) + 1e-4)
@@ -70,10 +72,11 @@ def has_variance(rewards: Tensor) -> Tensor:
 
 def _std(values: Tensor, dims: ParallelDims | None) -> float:
     """Compute the standard deviation over the values of all ranks; all ranks must call it."""
-    sums = [values.sum().item(), values.square().sum().item(), float(len(values))]
+    total = values.sum().item()
+    total_of_squares = values.square().sum().item()
+    count = float(len(values))
     if dims is not None:
-        sums, _ = dims.exchange(sums)
-    total, total_of_squares, count = sums
+        (total, total_of_squares, count), _ = dims.exchange([total, total_of_squares, count])
     mean = total / max(count, 1)
     # Rounding can make the sum of squared deviations negative.
     squared_deviations = max(total_of_squares - count * mean * mean, 0.0)
@@ -110,7 +113,7 @@ def setup_policy_loss(loss: Any, model: nn.Module, sampler: Any) -> GRPOLoss:
     """
     if not isinstance(loss, GRPOLoss):
         raise RolloutError(
-            f"loss: {type(loss).__name__} takes no sampled answers: give one of the GRPO family, for example "
+            f"loss: {type(loss).__name__} does not train on sampled answers: give one of the GRPO family, for example "
             "torchtune.rlhf.loss.GRPOLoss."
         )
     if loss.importance_cap is not None and not getattr(sampler, "gives_log_probs", True):

@@ -100,7 +100,10 @@ def evaluate_rollouts(
 
     answer_lengths = []
     for prompt, rollout in zip(scored.prompts, rollouts, strict=True):
-        answer_lengths.append(0 if prompt.is_blank else len(rollout.answer))
+        length = len(rollout.answer)
+        if prompt.is_blank:  # masked altogether
+            length = 0
+        answer_lengths.append(length)
     # Chunks after the last rollout are fillers, for ranks with fewer rollouts than others.
     padded_values = pad_sequence(values[: len(rollouts)], batch_first=True)  # [n, r]
     positions = torch.arange(padded_values.shape[1])
@@ -155,7 +158,8 @@ def ppo_advantages(
         dims: parallel dims; all ranks must call this function, which computes means and variances over all ranks.
     """
     # Whitening and the metrics are over the answers of all ranks: [n, r] now has the rows of every rank.
-    rows, start = _gather_rows({**tokens._asdict(), "scores": scored.rewards[:, 0]}, dims)
+    local_rows = {**tokens._asdict(), "scores": scored.rewards[:, 0]}
+    rows, start = _gather_rows(local_rows, dims)
     mask = rows["mask"]
     values = rows["values"]
     scores = rows["scores"]
@@ -302,7 +306,7 @@ def setup_ppo_loss(loss: Any, models: nn.ModuleDict) -> PPOLoss:
     """
     if not isinstance(loss, PPOLoss):
         raise RolloutError(
-            f"loss: {type(loss).__name__} trains no values: give torchtune.rlhf.loss.PPOLoss, or run "
+            f"loss: {type(loss).__name__} does not train a value model: give torchtune.rlhf.loss.PPOLoss, or run "
             "the recipe grpo with a loss of the GRPO family."
         )
     loss.check_model(models)
@@ -389,7 +393,7 @@ def steps_per_epoch(num_answers: int | None, num_prompts: int, batch_size: int) 
     if num_answers > num_prompts:
         epochs = math.ceil(num_answers / num_prompts)
         raise RolloutError(
-            f"num_steps: {num_answers:,} answers are asked for, and the dataset has {num_prompts:,} prompts: set it to "
+            f"num_steps: {num_answers:,} answers are requested, but the dataset has {num_prompts:,} prompts: set it to "
             f"null and epochs={epochs}."
         )
     return num_answers // batch_size

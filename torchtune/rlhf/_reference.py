@@ -1,28 +1,22 @@
-"""Frozen reference of preference losses, and the cache of its log-probs."""
+"""Frozen reference of preference losses, and checks of it and of the pairs."""
 
-import hashlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtune.data import Batch, BatchLoader, WrappedDataset
+from torchtune.data import Batch, BatchLoader
 from torchtune.generation import evaluating
 from torchtune.modules.loss import LossError
 from torchtune.modules.peft import adapter_modules, disable_adapter
-from torchtune.rlhf._row_cache import CacheError, create_folder, uncached_batches
 from torchtune.rlhf._teacher import check_new_tokens, check_same_tokenizer, warn_if_same_weights
 from torchtune.rlhf.loss import AnswerLoss
-from torchtune.training.parallel import ParallelDims, fingerprint_weights, reshard
-from torchtune.utils import UserError, atomic_write, get_logger, is_simulated, log_rank_zero
+from torchtune.training.parallel import ParallelDims, reshard
+from torchtune.utils import UserError
 
 # Maximum difference of policy and reference before the first update, in nats per token.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -90,11 +84,12 @@ class Reference:
         self._second = second
         self._cached = cached
         is_policy_at_start = loss.needs_reference and second is None
-        # Dropout would make the first scores of the policy differ from those of the reference.
-        self._should_check_start = fresh and is_policy_at_start and not _has_dropout(policy)
+        # Dropout makes the first scores of the policy differ from those of the reference.
+        has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
+        self._should_check_start = fresh and is_policy_at_start and not has_dropout
         # Trained parameters with their initial values; None if disabling the adapters gives the reference.
         self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None
-        if is_policy_at_start and not cached and not _equals_base(policy, dims):
+        if is_policy_at_start and not cached and not equals_base(policy, dims):
             self._initial_weights = []
             for parameter in policy.parameters():
                 if parameter.requires_grad:
@@ -109,13 +104,14 @@ class Reference:
             return ReferenceScores(batch.per_document["reference"])
         mismatched = self._loss.mismatched_batch(batch)
         with self._reference_weights() as model:
-            log_probs = _score(self._loss, model, batch, self._dims)
+            log_probs = score_documents(self._loss, model, batch, self._dims)
             if mismatched is None:
                 return ReferenceScores(log_probs)
-            mismatched_log_probs = _score(self._loss, model, mismatched, self._dims)
+            mismatched_log_probs = score_documents(self._loss, model, mismatched, self._dims)
         with evaluating(self._policy):
-            log_ratios = _score(self._loss, self._policy, mismatched, self._dims) - mismatched_log_probs
-        if self._dims.world_size == 1:  # the host does not wait for the device
+            policy_log_probs = score_documents(self._loss, self._policy, mismatched, self._dims)
+        log_ratios = policy_log_probs - mismatched_log_probs  # [n]
+        if self._dims.world_size == 1:  # without an exchange, so that the host does not wait for the device
             return ReferenceScores(log_probs, log_ratios.mean())
         # The mean over all ranks, so that the loss does not depend on their number.
         (total, num_documents), _ = self._dims.exchange([log_ratios.sum(), len(log_ratios)])
@@ -209,13 +205,14 @@ def load_reference(
     if ref_checkpointer is None:
         return None
     if not loss.needs_reference:
-        raise ReferenceError(_not_needed_message("ref_checkpointer", loss))
+        raise not_needed_error("ref_checkpointer", loss)
     reference_source = checkpointer.source("reference")
     policy_source = checkpointer.source("policy")
-    check_same_tokenizer(Path(reference_source.checkpoint_dir), Path(policy_source.checkpoint_dir), "ref_checkpointer")
+    reference_folder = Path(reference_source.checkpoint_dir)
+    check_same_tokenizer(reference_folder, Path(policy_source.checkpoint_dir), "ref_checkpointer")
     is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
     if is_teacher:
-        check_new_tokens(tokenizer, Path(reference_source.checkpoint_dir), "ref_checkpointer", "teacher")
+        check_new_tokens(tokenizer, reference_folder, "ref_checkpointer", "teacher")
         warn_if_same_weights(reference_source, policy_source, "ref_checkpointer")
     reference = load("reference").requires_grad_(False).eval()
     reference_vocab_size = reference.tok_embeddings.weight.shape[0]
@@ -257,23 +254,21 @@ def check_pairs(loader: BatchLoader | None, loss: AnswerLoss, name: str) -> None
     loss.check_loader(loader, name)
 
 
-def _not_needed_message(name: str, loss: AnswerLoss) -> str:
-    return f"{name}: {type(loss).__name__} does without a reference: set it to null."
+def not_needed_error(setting: str, loss: AnswerLoss) -> ReferenceError:
+    """Return the error of a setting of the reference, for a loss without one."""
+    return ReferenceError(f"{setting}: {type(loss).__name__} needs no reference: set it to null.")
 
 
 @torch.no_grad()
-def _score(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
+def score_documents(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: ParallelDims) -> Tensor:
     """Score the documents of a batch ``[n]``, the same on all ranks that share the batch."""
     hidden = model(**batch.model_inputs(), output="hidden")
     return dims.sum_over_sequence(loss.score(hidden, batch, model.output))
 
 
-def _has_dropout(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-
-
-def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
+def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
     """Return whether only adapters are trained and their outputs are 0."""
+    # What is left in the set are trained parameters that switching off the adapters would not undo.
     other_trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changes_outputs = False
     for _, module in adapter_modules(model):
@@ -282,177 +277,12 @@ def _equals_base(model: nn.Module, dims: ParallelDims) -> bool:
         parameters = dict(module.named_parameters())
         other_trained -= {id(parameters[name]) for name in module.adapter_params()}
         # The output of LoRA is 0 while its second matrix is; nothing is known of an adapter without one.
-        lora_b = getattr(getattr(module, "lora_b", None), "weight", None)
-        if lora_b is None:
+        lora_b = getattr(module, "lora_b", None)
+        weight = getattr(lora_b, "weight", None)
+        if weight is None:
             changes_outputs = True
             continue
-        if isinstance(lora_b, DTensor):
-            lora_b = lora_b.to_local()
-        changes_outputs = changes_outputs or bool(lora_b.detach().any())
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+        changes_outputs = changes_outputs or bool(weight.detach().any())
     return not dims.any(changes_outputs or bool(other_trained))
-
-
-def cache_reference(
-    loaders: Sequence[BatchLoader | None],
-    loss: AnswerLoss,
-    policy: nn.Module,
-    second: nn.Module | None,
-    dims: ParallelDims,
-    *,
-    folder: str,
-    epochs: int,
-) -> list[BatchLoader | None]:
-    """Compute reference log-probs once, cache them in a folder, and return loaders that add them to the examples.
-
-    Args:
-        loaders: loaders of pairs; None stays None.
-        loss: loss that scores documents.
-        policy: the model to train, with its initial weights.
-        second: reference model from :func:`load_reference`.
-        dims: parallel dims; all ranks must call this function.
-        folder: folder of the cache.
-        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
-
-    Raises:
-        ReferenceError: the loss needs no reference.
-        UserError: the data cannot be cached, or the folder cannot be written to.
-
-    Example:
-        >>> (loader,) = rlhf.cache_reference([loader], loss, model, None, dims, folder="cache", epochs=1)
-        ... # doctest: +SKIP
-    """
-    if not loss.needs_reference:
-        raise ReferenceError(_not_needed_message("reference_cache", loss))
-    model = policy if second is None else second
-    device = next(model.parameters()).device
-    # The fingerprint leaves out adapters with output 0: their random matrices do not change the reference.
-    frozen_only = second is None and _equals_base(policy, dims)
-    parameters = []
-    for name, parameter in model.named_parameters():
-        if not (frozen_only and parameter.requires_grad):
-            parameters.append((name, parameter))
-
-    def score(batch: Batch) -> Tensor:
-        return _score(loss, model, batch.to(device), dims)
-
-    with evaluating(model):
-        cached_loaders = cache_log_probs(
-            [loader for loader in loaders if loader is not None],
-            score,
-            parameters=parameters,
-            dims=dims,
-            folder=folder,
-            epochs=epochs,
-        )
-    reshard(model)  # otherwise FSDP keeps weights unsharded
-    for index, loader in enumerate(loaders):
-        if loader is None:  # stays in its place
-            cached_loaders.insert(index, None)
-    return cached_loaders
-
-
-class WithReference(WrappedDataset):
-    """Dataset of pairs with reference log-probs in every example.
-
-    Args:
-        dataset: dataset of pairs.
-        log_probs: log-probs of the chosen and the rejected answers, ``[rows, 2]``.
-    """
-
-    def __init__(self, dataset: Any, log_probs: np.ndarray) -> None:
-        super().__init__(dataset)
-        self._log_probs = log_probs
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the example with ``chosen_reference`` and ``rejected_reference``."""
-        chosen, rejected = self._log_probs[index].tolist()
-        return {**self.dataset[index], "chosen_reference": chosen, "rejected_reference": rejected}
-
-
-@torch.no_grad()
-def cache_log_probs(
-    loaders: Sequence[BatchLoader],
-    score: Callable[[Batch], Tensor],
-    *,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    dims: ParallelDims,
-    folder: str,
-    epochs: int,
-) -> list[BatchLoader]:
-    """Compute and cache missing reference log-probs, and return loaders that add them to the examples.
-
-    Args:
-        loaders: loaders of pairs.
-        score: function of a batch that returns the log-probs of its documents ``[n]``.
-        parameters: (name, parameter) pairs of the reference, for its fingerprint.
-        dims: parallel dims.
-        folder: folder of the cache, with one file per dataset and model.
-        epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
-
-    Raises:
-        CacheError: the dataset has no fingerprint, its examples are not pairs, or a file is damaged.
-    """
-    cached_loaders = []
-    if is_simulated():  # a simulated run computes and writes nothing
-        for loader in loaders:
-            zeros = np.zeros((len(loader.dataset), 2), np.float32)
-            cached_loaders.append(loader.derive(dataset=WithReference(loader.dataset, zeros)))
-        return cached_loaders
-    create_folder(Path(folder), "reference_cache")
-    model_fingerprint = fingerprint_weights(parameters, dims)
-    for loader in loaders:
-        data = loader.dataset
-        if data.fingerprint is None:
-            raise CacheError(
-                f"reference_cache: {type(data).__name__} has no fingerprint, so its rows may change: set it to null."
-            )
-        if "chosen_input_ids" not in data[0]:
-            raise CacheError("reference_cache: it keeps log-probs of pairs, which these data are not: set it to null.")
-        key = hashlib.sha256(repr((data.fingerprint, len(data), model_fingerprint)).encode()).hexdigest()[:16]
-        path = Path(folder) / f"reference_{key}.safetensors"
-        log_probs = _read_log_probs(path, len(data))  # [rows, 2]
-        visited = loader.visited_indices(epochs)
-        missing = visited[np.isnan(log_probs[visited]).any(axis=1)]
-        if dims.any(len(missing) > 0):
-            log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
-            for row, pair in _compute_log_probs(loader, missing, score, dims).items():
-                log_probs[row] = pair
-            if dims.is_main:
-                checksum = str(zlib.crc32(log_probs.tobytes()))
-                with atomic_write(path) as file:
-                    file.write(save({"log_probs": log_probs}, {"crc32": checksum}))
-        cached_loaders.append(loader.derive(dataset=WithReference(data, log_probs)))
-    return cached_loaders
-
-
-def _read_log_probs(path: Path, num_rows: int) -> np.ndarray:
-    """Read a cache file: float32 ``[rows, 2]``, NaN for missing rows."""
-    if not path.exists():
-        return np.full((num_rows, 2), np.nan, dtype=np.float32)
-    try:
-        with safe_open(path, framework="np") as file:
-            log_probs = file.get_tensor("log_probs")
-            checksum = (file.metadata() or {}).get("crc32")
-    except (OSError, SafetensorError) as error:
-        raise CacheError(f"{path}: it cannot be read ({error}): delete it, and it is computed again.") from error
-    if log_probs.shape != (num_rows, 2):
-        raise CacheError(f"{path}: it has the shape {list(log_probs.shape)}, not [{num_rows}, 2]: delete it.")
-    if checksum is not None and checksum != str(zlib.crc32(log_probs.tobytes())):
-        raise CacheError(f"{path}: it is damaged, its checksum is another one: delete it, and it is computed again.")
-    return log_probs
-
-
-def _compute_log_probs(
-    loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
-) -> dict[int, list[float]]:
-    """Return [chosen, rejected] by row, for all rows; the ranks split the rows."""
-    local_pairs: dict[int, list[float]] = {}
-    for batch in uncached_batches(loader, rows, loader.collate_fn, "Reference", dims):
-        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
-        chosen, rejected = batch.chosen_and_rejected(score(batch).cpu().float())
-        pairs = torch.stack([chosen, rejected], dim=1)  # [p, 2]
-        local_pairs.update(zip(row_numbers.tolist(), pairs.tolist(), strict=True))
-    pairs_by_row = {}
-    for rank_pairs in dims.gather(local_pairs):
-        pairs_by_row.update(rank_pairs)
-    return pairs_by_row

@@ -93,6 +93,7 @@ class RewardModel:
             is_unfinished = self._penalize_unfinished and not rollout.finished
             is_short = len(rollout.answer) < self._min_length
             penalized.append(is_unfinished or is_short)
+        # Equal scores teach nothing: at the 1st, 10th and 100th such call in a row, the log says so.
         if all(penalized):
             self._num_penalized += 1
         else:
@@ -112,10 +113,10 @@ def _closing_tokens(tokenizer: Any) -> list[int]:
     messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
     tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
     stop_tokens = set(tokenizer.stop_tokens)
-    stop_positions = [position for position, token in enumerate(tokens) if token in stop_tokens]
-    if not stop_positions:
-        return []
-    return tokens[stop_positions[-1] + 1 :]
+    for position in reversed(range(len(tokens))):
+        if tokens[position] in stop_tokens:
+            return tokens[position + 1 :]
+    return []
 
 
 def judge_rollouts(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,8 +57,10 @@ class Rollout:
     def __post_init__(self) -> None:
         tokens = self.tokens
         if tokens.dim() != 1 or tokens.is_floating_point() or (tokens < 0).any():
+            first_tokens = tokens.flatten()[:4].tolist()
             raise RolloutError(
-                f"A sampler gave tokens that are no ids, {_describe_tensor(tokens)}: they must be int64 [s], from 0."
+                f"A sampler gave tokens that are not token ids, {first_tokens} … of shape {list(tokens.shape)} and "
+                f"{tokens.dtype}: they must be int64 [s], from 0."
             )
         log_probs = self.log_probs
         if log_probs is None:
@@ -142,33 +144,6 @@ class Episode(Rollout):
         return self.end not in INVALID_ENDS
 
 
-def _describe_tensor(values: Tensor) -> str:
-    """Format a tensor for messages."""
-    return f"{values.flatten()[:4].tolist()} … of shape {list(values.shape)} and {values.dtype}"
-
-
-class Sampler(Protocol):
-    """Protocol of samplers, which sample answers to prompts during training.
-
-    Attributes:
-        temperature: temperature of the sampling distribution, which is not truncated.
-        gives_log_probs: whether answers have log-probs; a missing attribute counts as True.
-    """
-
-    temperature: float
-
-    def __call__(
-        self, prompts: Sequence[Sequence[int]], num_samples: int, seeds: Sequence[int] | None = None
-    ) -> list[Rollout]:
-        """Sample ``num_samples`` answers per prompt; answer j of prompt i is item ``i * num_samples + j``.
-
-        Args:
-            prompts: token ids of each prompt.
-            num_samples: number of answers per prompt.
-            seeds: one seed per prompt; the same seed and prompt give the same answers.
-        """
-
-
 def prompt_seed(*words: int) -> int:
     """Combine numbers into a seed, for example the run's seed, the step and the row.
 
@@ -219,7 +194,8 @@ def collate_rollouts(
             labels = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
         labels = torch.cat([torch.full((num_unlabeled,), CROSS_ENTROPY_IGNORE_IDX), labels])  # [s - 1]
         documents.append({"tokens": rollout.tokens[:-1], "labels": labels, **rollout.images})
-        token_advantages.append(_pad_left(torch.full((len(answer),), float(advantage)), num_unlabeled))
+        answer_advantages = torch.full((len(answer),), float(advantage))
+        token_advantages.append(_pad_left(answer_advantages, num_unlabeled))  # [s - 1]
         if have_log_probs:
             sampled_log_probs.append(_pad_left(rollout.log_probs.float(), num_unlabeled))
 
@@ -310,12 +286,16 @@ def _plan_batches(rollouts: Sequence[Rollout], tokens_per_batch: int, share_pref
     plan: list[list[int]] = []
     num_free = 0  # tokens that the last micro-batch can still take
     prompts: set[int] = set()  # prompts in the last micro-batch
-    for index, (rollout, prompt) in enumerate(zip(rollouts, _prompt_numbers(rollouts), strict=True)):
+    prompt_numbers = _prompt_numbers(rollouts)
+    for index, rollout in enumerate(rollouts):
+        prompt = prompt_numbers[index]
         length = len(rollout.tokens) - 1  # the last token is only a label
         num_shared = 0  # tokens that a batch with the same prompt already has
         if share_prefix and rollout.prompt_len > MIN_SHARED:
             num_shared = rollout.prompt_len - 1
-        num_added = length - num_shared if prompt in prompts else length
+        num_added = length
+        if prompt in prompts:
+            num_added = length - num_shared
         if not plan or num_added > num_free:
             plan.append([])
             num_free = tokens_per_batch
@@ -342,7 +322,8 @@ def blank_batch(tokens: Sequence[int], *, with_log_probs: bool = True, entries: 
         log_probs=torch.zeros(1) if with_log_probs else None,
         finished=True,
     )
-    batch = collate_rollouts([rollout], [0.0], per_token={name: [torch.zeros(1)] for name in entries})
+    per_token = {name: [torch.zeros(1)] for name in entries}
+    batch = collate_rollouts([rollout], advantages=[0.0], per_token=per_token)
     return replace(
         batch,
         labels=torch.full_like(batch.labels, CROSS_ENTROPY_IGNORE_IDX),

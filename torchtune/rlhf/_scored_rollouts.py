@@ -49,7 +49,10 @@ class ScoredRollouts:
     def figures(self) -> dict[str, tuple[float, int]]:
         """Return metrics: name -> (sum, count)."""
         num_samples = len(self.rollouts) // max(len(self.prompts), 1)  # answers per prompt
-        answered = [i for i in range(len(self.rollouts)) if not self.prompts[i // num_samples].is_blank]
+        answered = []  # indices of the answers to prompts that are not blank
+        for i in range(len(self.rollouts)):
+            if not self.prompts[i // num_samples].is_blank:
+                answered.append(i)
         answers = [self.rollouts[i] for i in answered]
         totals = self.rewards.flatten().tolist()  # [n * g], as the rollouts are sorted
         metrics = {"rewards/total": _sum_and_count([totals[i] for i in answered])}
@@ -172,11 +175,11 @@ def score_rollouts(
         if rollout.answer and not is_invalid and not prompts[i // num_samples].is_blank:
             scored.append(i)
 
-    answered = [prompts[i // num_samples] for i in scored]
+    scored_prompts = [prompts[i // num_samples] for i in scored]
     scores = rewards(
-        [prompt.row for prompt in answered],
+        [prompt.row for prompt in scored_prompts],
         [texts[i] for i in scored],
-        [prompt.number for prompt in answered],
+        [prompt.number for prompt in scored_prompts],
     )
     # NaN stands for no reward.
     totals = torch.full((len(rollouts),), math.nan, dtype=torch.float64)  # [n * g]
@@ -187,6 +190,7 @@ def score_rollouts(
         for i, value in zip(scored, values, strict=True):
             parts[name][i] = value
 
+    # The reward of an episode's environment is a part by the name of the environment, with weight 1.
     for i in scored:
         episode = rollouts[i]
         if not isinstance(episode, Episode) or episode.reward is None:
@@ -195,7 +199,13 @@ def score_rollouts(
             parts[episode.environment] = [math.nan] * len(rollouts)
         parts[episode.environment][i] = episode.reward
         totals[i] += episode.reward
-    return ScoredRollouts(list(prompts), list(rollouts), texts, totals.view(len(prompts), num_samples), parts)
+    return ScoredRollouts(
+        prompts=list(prompts),
+        rollouts=list(rollouts),
+        texts=texts,
+        rewards=totals.view(len(prompts), num_samples),  # [n, g]
+        parts=parts,
+    )
 
 
 # Number of consecutive steps without a learning signal after which a run ends.
@@ -300,6 +310,9 @@ class RolloutRecord:
             # Later samples of an episode have earlier turns in their prompt.
             first_sample = rollout.parts[0]
             prompt_tokens = first_sample.tokens[: first_sample.prompt_len].tolist()
+            rewards = {}
+            for name, values in scored.parts.items():
+                rewards[name] = _json_number(values[i])
             line = {
                 "step": step,
                 "row": prompt.number,
@@ -307,7 +320,7 @@ class RolloutRecord:
                 "prompt": self._tokenizer.decode(prompt_tokens),
                 "answer": scored.texts[i],
                 "reward": _json_number(scored.rewards[group, sample].item()),
-                "rewards": {name: _json_number(values[i]) for name, values in scored.parts.items()},
+                "rewards": rewards,
                 "advantage": _json_number(advantages[group, sample].item()),
                 "tokens": num_sampled_tokens(rollout),
                 "finished": rollout.finished,
@@ -327,9 +340,10 @@ class RolloutRecord:
             "episode": self._tokenizer.decode(episode.answer, skip_special_tokens=False),
         }
         if episode.earlier:
-            entries["earlier"] = [
-                self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False) for sample in episode.earlier
-            ]
+            earlier = []
+            for sample in episode.earlier:
+                earlier.append(self._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False))
+            entries["earlier"] = earlier
         return entries
 
 
@@ -365,7 +379,8 @@ def _truncate_record(path: Path, step: int) -> None:
                 is_repeated = json.loads(line)["step"] >= step
             except (ValueError, KeyError, TypeError) as error:
                 raise RolloutError(
-                    f"{path}: line {number} is no answer of a step: the run would append to this file, so move it away."
+                    f"{path}: line {number} is not an answer of a step: the run would append to this file, so move it "
+                    "away."
                 ) from error
             if is_repeated:
                 break
@@ -375,8 +390,15 @@ def _truncate_record(path: Path, step: int) -> None:
 
 def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
     """Format up to ``most`` answers of a step: the best and the worst."""
-    # The sort is stable, so answers with equal rewards stay in the order of the prompts; those without a reward lead.
-    ordered = sorted(lines, key=lambda line: -math.inf if line["reward"] is None else -line["reward"])
+
+    def rank(line: dict[str, Any]) -> float:
+        """Return a number that is lower for better answers; those without a reward lead."""
+        if line["reward"] is None:
+            return -math.inf
+        return -line["reward"]
+
+    # The sort is stable, so answers with equal rewards stay in the order of the prompts.
+    ordered = sorted(lines, key=rank)
     if len(ordered) > most:
         ordered = [*ordered[: most // 2], *ordered[-(most // 2) :]]
     table = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
@@ -391,6 +413,7 @@ def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
 
 
 def _format_number(value: float | None) -> str:
+    """Format a number with three decimals, and None as a dash."""
     if value is None:
         return "—"
     return f"{value:.3f}"

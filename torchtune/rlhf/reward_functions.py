@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtune.config import ObjectPath, as_written, locate
-from torchtune.rlhf._http import NoReplyError, post_json
 from torchtune.rlhf._rollouts import RolloutError
+from torchtune.rlhf._servers import NoReplyError, post_json
 from torchtune.utils import require
 
 Row = Mapping[str, Any]
@@ -81,7 +81,10 @@ class _RowReward(Reward):
 
     def __call__(self, rows: Sequence[Row], texts: Sequence[str]) -> list[float | None]:
         """Score every text, see :class:`Reward`."""
-        return [self.score(row, text) for row, text in zip(rows, texts, strict=True)]
+        rewards = []
+        for row, text in zip(rows, texts, strict=True):
+            rewards.append(self.score(row, text))
+        return rewards
 
     @abstractmethod
     def score(self, row: Row, text: str) -> float | None:
@@ -107,6 +110,7 @@ class _ColumnReward(_RowReward):
 
 
 def _column(row: Row, column: str) -> Any:
+    """Return a column of a row. Raises :class:`RolloutError` if the row lacks it."""
     if column not in row:
         raise RolloutError(f"the row has no column '{column}', it has {', '.join(map(str, row)) or 'none'}")
     return row[column]
@@ -160,6 +164,7 @@ class NumberMatch(_ColumnReward):
 
 
 def _last_number(text: str) -> float | None:
+    """Return the last number in a text, None without one; commas group its digits."""
     numbers = _NUMBER.findall(text)
     if not numbers:
         return None
@@ -207,15 +212,19 @@ class JSONFields(_ColumnReward):
         if not isinstance(expected, Mapping):
             expected = _parse_json_object(str(expected))
         if expected is None:
-            raise RolloutError(f"column '{self.column}' is no JSON object")
+            raise RolloutError(f"column '{self.column}' is not a JSON object")
         answer = _parse_json_object(text)
         if answer is None:
             return 0.0
         fields = answer.keys() | expected.keys()
         if not fields:
             return 1.0
-        common_fields = answer.keys() & expected.keys()
-        num_equal = sum(_is_equal(answer[field], expected[field]) for field in common_fields)
+        num_equal = 0
+        for field in answer.keys() & expected.keys():
+            # True equals 1 in Python, but not in JSON.
+            has_same_kind = isinstance(answer[field], bool) == isinstance(expected[field], bool)
+            if has_same_kind and answer[field] == expected[field]:
+                num_equal += 1
         return num_equal / len(fields)
 
 
@@ -239,7 +248,7 @@ class LengthReward(_RowReward):
     def score(self, row: Row, text: str) -> float:
         """Return the reward, from 0 to 1."""
         reward = (self.limit - len(text)) / (self.limit - self.target)
-        return min(1.0, max(0.0, reward))
+        return min(max(reward, 0.0), 1.0)
 
 
 class MathReward(_ColumnReward):
@@ -350,15 +359,16 @@ class JudgeReward(_RowReward):
         try:
             prompt = self.prompt.format_map({**row, "text": text})
         except KeyError as error:
-            raise RolloutError(f"the prompt names {error}, which is no column of the row") from error
-        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
+            raise RolloutError(f"the prompt names {error}, which is not a column of the row") from error
+        messages = [{"role": "user", "content": prompt}]
+        body = {"model": self.model, "messages": messages, "temperature": 0.0}
         reply = post_json(f"{self.url}/chat/completions", body, timeout=self.timeout)
         try:
             verdict = reply["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
         if not isinstance(verdict, str):
-            raise RolloutError(f"{self.url} replies with no text but a {type(verdict).__name__}")
+            raise RolloutError(f"{self.url} replies with a {type(verdict).__name__} instead of a text")
         match = self.pattern.search(verdict)
         if match is None:
             return None
@@ -460,7 +470,9 @@ def _call_reward(
             if _fails_for(reward, row, text):
                 failing.append(number)
         failing_rows = _format_rows(failing or numbers)
-        reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        reason = str(error)
+        if not isinstance(error, RolloutError):  # whose message says all
+            reason = f"{type(error).__name__}: {error}"
         raise RolloutError(
             f"{name} fails for {failing_rows}: {reason.rstrip('.')}; correct the reward or the rows."
         ) from error
@@ -469,16 +481,22 @@ def _call_reward(
             f"{name} returned {len(values)} values for {len(texts)} answers ({_format_rows(numbers)}): it must "
             "return one for each."
         )
-    invalid = [index for index, value in enumerate(values) if value is not None and not _is_finite(value)]
-    if invalid:
-        invalid_rows = _format_rows([numbers[index] for index in invalid])
-        raise RolloutError(
-            f"{name} returned {values[invalid[0]]!r} for {invalid_rows}: it must return finite numbers, or None for "
-            "an answer that cannot be scored."
-        )
     scores = []
-    for value in values:
-        scores.append(math.nan if value is None else float(value))
+    invalid_values = []
+    invalid_numbers = []
+    for number, value in zip(numbers, values, strict=True):
+        if value is None:
+            scores.append(math.nan)
+        elif _is_finite(value):
+            scores.append(float(value))
+        else:
+            invalid_values.append(value)
+            invalid_numbers.append(number)
+    if invalid_values:
+        raise RolloutError(
+            f"{name} returned {invalid_values[0]!r} for {_format_rows(invalid_numbers)}: it must return finite "
+            "numbers, or None for an answer that cannot be scored."
+        )
     return scores
 
 
@@ -494,13 +512,16 @@ def _fails_for(reward: RewardFunction, row: Row, text: str) -> bool:
 def _format_rows(numbers: Sequence[int]) -> str:
     """Format up to ten row numbers for messages."""
     unique = sorted(set(numbers))
+    if len(unique) == 1:
+        return f"row {unique[0]}"
     text = ", ".join(map(str, unique[:10]))
     if len(unique) > 10:
         text += ", …"
-    return f"rows {text}" if len(unique) > 1 else f"row {text}"
+    return f"rows {text}"
 
 
 def _is_finite(value: Any) -> bool:
+    """Return whether a value of a user function is a finite number."""
     try:
         return math.isfinite(value)
     except (TypeError, ValueError, OverflowError):
@@ -508,20 +529,19 @@ def _is_finite(value: Any) -> bool:
 
 
 def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a regular expression in which ``.`` matches line breaks, too. Raises ``ValueError``."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}.") from error
 
 
 def _parse_json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object of a text; None if the text is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
-
-
-def _is_equal(answer: Any, expected: Any) -> bool:
-    """Return whether two values of JSON fields are equal; True does not equal 1."""
-    return answer == expected and isinstance(answer, bool) == isinstance(expected, bool)
+    if not isinstance(value, dict):
+        return None
+    return value

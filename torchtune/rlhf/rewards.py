@@ -123,7 +123,8 @@ def get_rewards_ppo(
     kl_rewards = -kl_coeff * log_ratios
     if valid_score_idxs is None:
         valid_score_idxs = torch.full_like(scores, logprobs.shape[1] - 1, dtype=torch.int64)
-    total = kl_rewards.scatter_add(1, valid_score_idxs[:, None], scores[:, None].to(kl_rewards.dtype))
+    score_rewards = scores[:, None].to(kl_rewards.dtype)  # [b, 1]
+    total = kl_rewards.scatter_add(1, valid_score_idxs[:, None], score_rewards)
     return total, log_ratios, kl_rewards
 
 
@@ -211,7 +212,8 @@ def estimate_advantages(
         >>> torchtune.rlhf.estimate_advantages(values, rewards, gamma=1.0, lmbda=1.0)[1]  # returns
         tensor([[1., 1., 1.]])
     """
-    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)  # 0 after the last token
+    value_after_end = torch.zeros_like(values[:, :1])
+    next_values = torch.cat([values[:, 1:], value_after_end], dim=1)  # [b, r]
     deltas = rewards + gamma * next_values - values
     # The advantage of a token is its delta plus the discounted advantage of the next token: from the last to the first.
     advantage = torch.zeros_like(values[:, 0])  # [b]

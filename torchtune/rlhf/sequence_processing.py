@@ -51,9 +51,11 @@ def batched_logits_to_logprobs(
         >>> torchtune.rlhf.batched_logits_to_logprobs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]])).exp()
         tensor([[0.2500, 0.2500]])
     """
+    logits_chunks = logits.split(chunk_size)
+    sequence_chunks = sequences.split(chunk_size)
     log_probs = []
-    for logits_chunk, tokens in zip(logits.split(chunk_size), sequences.split(chunk_size), strict=True):
-        log_probs.append(logits_to_logprobs(logits_chunk, tokens, temperature))
+    for chunk, tokens in zip(logits_chunks, sequence_chunks, strict=True):
+        log_probs.append(logits_to_logprobs(chunk, tokens, temperature))
     return torch.cat(log_probs)
 
 

@@ -37,7 +37,8 @@ def is_measured_as_alone(folder: Path, name: str, shards: str, **options: object
     assert is_sharded(model)
     assert largest_share(model) == 0.5
     assert model_digest(model, tokenizer) == model_digest(alone, tokenizer)
-    measured, expected = perplexity(model, ROWS, batch_size=2), perplexity(alone, ROWS, batch_size=2)
+    measured = perplexity(model, ROWS, batch_size=2)
+    expected = perplexity(alone, ROWS, batch_size=2)
     assert measured.tokens == expected.tokens
     assert measured.loss == pytest.approx(expected.loss, rel=1e-5)
     rank = dist.get_rank()

@@ -7,7 +7,10 @@ NUMBER = 0.5
 
 def half(rows: Sequence[dict], texts: Sequence[str]) -> list[float | None]:
     """A half for all, and none where the row says so."""
-    return [None if row.get("hard") else NUMBER for row, _ in zip(rows, texts, strict=True)]
+    values = []
+    for row, _ in zip(rows, texts, strict=True):
+        values.append(None if row.get("hard") else NUMBER)
+    return values
 
 
 def raises(rows: Sequence[dict], texts: Sequence[str]) -> list[float]:

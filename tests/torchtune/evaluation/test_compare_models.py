@@ -58,7 +58,9 @@ def test_layers_with_an_adapter_equal_merged_ones_and_the_changed_one_is_named(t
     model, _ = torchtune.load(base, adapter=LoRA(rank=2, alpha=6, apply_to_mlp=True), device="cpu")
     randomize_adapter(model)
     merged, _ = torchtune.load(torchtune.save(model, tmp_path / "merged", contents="merged"), device="cpu")
-    names = {f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in range(3) for part in "qkvo"}
+    names = set()
+    for layer in range(3):
+        names |= {f"model.layers.{layer}.self_attn.{part}_proj.weight" for part in "qkvo"}
     counted = []
     errors = compare_layers(model, merged, lambda number, total: counted.append((number, total)))
     assert counted == [(number, len(counted)) for number in range(1, len(counted) + 1)]

@@ -7,14 +7,19 @@ import pytest
 from torchtune.evaluation import EvaluationError, check_scores, make_scores, read_eval_rows
 from torchtune.evaluation._score_answers import scored_text, tool_format_of
 from torchtune.generation import GenerationError
+from torchtune.utils import UserError
 
 USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
 SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]
 
 
 def rows_of(folder, *rows, **options):
+    """Rows read from a file; a string is a line as it is."""
+    lines = []
+    for row in rows:
+        lines.append(row if isinstance(row, str) else json.dumps(row))
     path = folder / "rows.jsonl"
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    path.write_text("\n".join(lines))
     return read_eval_rows(path, **options)
 
 
@@ -64,8 +69,6 @@ def test_earlier_turns_and_the_system_prompt_are_in_the_prompt_up_to_the_limit(t
     ],
 )
 def test_invalid_row_is_refused_by_line(tmp_path, rows, options, message):
-    from torchtune.utils import UserError
-
     with pytest.raises(UserError, match=message):
         rows_of(tmp_path, *rows, **options)
 
@@ -103,7 +106,7 @@ def test_a_score_with_several_patterns_has_several_names():
     [
         (["exat"], "there is no score 'exat'; did you mean 'exact'"),
         (["regex"], "lacks its pattern"),
-        (["regex:("], "is no regular expression"),
+        (["regex:("], "is not a regular expression"),
         (["exact", "exact:a", "exact"], "'exact' is given twice"),
         (["no_such_module.score"], "no_such_module"),
         (["tests.torchtune.evaluation.scores.NUMBER"], "it is a float, not a function"),
@@ -117,7 +120,7 @@ def test_unknown_or_invalid_score_is_refused(names, message):
 def test_rows_that_a_score_cannot_read_are_named_before_a_model_is_loaded(tmp_path):
     rows = rows_of(tmp_path, {"prompt": "a", "answer": "{}"}, {"prompt": "a", "answer": "b"}, {"prompt": "a"})
     check_scores(make_scores(["json"]), rows[:1], "rows.jsonl")
-    with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is no JSON object"):
+    with pytest.raises(EvaluationError, match="line 2: score 'json': column 'answer' is not a JSON object"):
         check_scores(make_scores(["json"]), rows, "rows.jsonl")
     with pytest.raises(EvaluationError, match="line 3: score 'exact': the row has no column 'answer'"):
         check_scores(make_scores(["exact"]), rows, "rows.jsonl")

@@ -132,7 +132,8 @@ def log_probs_of_a_sharded_vocabulary(mesh: object) -> None:
     hidden, weight = (torch.randn(n, 12, generator=rng, dtype=torch.float64).requires_grad_() for n in (23, 50))
     targets = torch.randint(50, (23,), generator=rng)
     log_p = torch.log_softmax(3.0 * torch.tanh(hidden @ weight.t() / 3.0) / 0.8, -1)
-    exact, exact_entropy = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    exact = log_p.gather(1, targets[:, None])[:, 0]
+    exact_entropy = -(log_p.exp() * log_p).sum(-1)
     sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
     options = {"temperature": 0.8, "softcap": 3.0, "return_entropy": True, "chunk_rows": 6}
     sharded_log_probs, entropy = linear_log_probs(hidden, sharded, targets, **options)

@@ -55,9 +55,13 @@ def test_sample_follows_the_distribution():
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_padded_rows_generate_the_same_as_alone(model, cached):
-    long, short = _prompt(7), _prompt(9)[5:]
+    long = _prompt(7)
+    short = _prompt(9)[5:]
     batch = torch.stack([long, torch.cat([torch.zeros(3, dtype=torch.int64), short])])
-    alone = [generate(model, p, max_generated_tokens=8, temperature=0.0)[0][0, len(p) :] for p in (long, short)]
+    alone = []
+    for prompt in (long, short):
+        tokens, _ = generate(model, prompt, max_generated_tokens=8, temperature=0.0)
+        alone.append(tokens[0, len(prompt) :])
     if cached:
         with local_kv_cache(model, batch_size=2, device="cpu", dtype=torch.float32, decoder_max_seq_len=15):
             out, _ = generate(model, batch, max_generated_tokens=8, pad_id=0, temperature=0.0)

@@ -13,7 +13,8 @@ class Tokens:
 
     def __init__(self, texts):
         self.texts = [*map(chr, range(32, 127)), *texts, ""]
-        self.vocab_size, self.stop_tokens = len(self.texts), [len(self.texts) - 1]
+        self.vocab_size = len(self.texts)
+        self.stop_tokens = [self.vocab_size - 1]
 
     def encode(self, text, add_bos=True, add_eos=True):
         return [self.texts.index(char) for char in text]

@@ -55,7 +55,8 @@ def test_hostile_text_is_shown_and_never_run(tmp_path):
     page = Tags(write_report(RunFolder(run)).read_text())
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "embed", "link", "a", "form"}
-    assert not [attribute for _, attributes in page.tags for attribute in attributes if attribute.startswith("on")]
+    for _, attributes in page.tags:
+        assert not [attribute for attribute in attributes if attribute.startswith("on")]
     assert page.text.count("<script>alert(1)</script>") >= 12, "every text is shown as it is"
     assert "{{ 7 * 7 }}" in page.text
 

@@ -29,7 +29,9 @@ class TinyServer(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, faults: set[str], port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
-        self.base, self.name, self.faults = folder, str(folder), faults
+        self.base = folder
+        self.name = str(folder)
+        self.faults = faults
         self.models = {str(folder): AutoModelForCausalLM.from_pretrained(folder)}
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.sampled: list[list[int]] = []
@@ -57,23 +59,28 @@ class TinyServer(ThreadingHTTPServer):
         self, model: torch.nn.Module, prompt: list[int], most: int, temperature: float, stop: list[int], seed: int
     ) -> tuple[list[int], list[float]]:
         """Tokens and log-probs; temperature 0 takes the likeliest."""
-        generator, tokens, sampled = torch.Generator().manual_seed(seed), list(prompt), []
-        while len(sampled) < most and (not sampled or tokens[-1] not in stop):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = list(prompt)
+        sampled_log_probs = []
+        while len(sampled_log_probs) < most and (not sampled_log_probs or tokens[-1] not in stop):
             logits = model(torch.tensor([tokens])).logits[0, -1].float()
             if "hot" in self.faults:
                 temperature *= 2.0
             log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
             top_log_probs = log_probs
             if self.faults & {"top_k", "top_k after"}:
-                top_log_probs = top_log_probs.masked_fill(
-                    top_log_probs < top_log_probs.topk(20).values[-1], -math.inf
-                ).log_softmax(-1)
-                log_probs = top_log_probs if "top_k after" in self.faults else log_probs
-            token = int(top_log_probs.exp().multinomial(1, generator=generator) if temperature else logits.argmax())
+                is_cut = log_probs < log_probs.topk(20).values[-1]
+                top_log_probs = log_probs.masked_fill(is_cut, -math.inf).log_softmax(-1)
+            if "top_k after" in self.faults:
+                log_probs = top_log_probs
+            if temperature:
+                token = int(top_log_probs.exp().multinomial(1, generator=generator))
+            else:
+                token = int(logits.argmax())
             tokens.append(token)
-            sampled.append(float(log_probs[token]))
+            sampled_log_probs.append(float(log_probs[token]))
         self.sampled.append(tokens[len(prompt) :])
-        return self.sampled[-1], sampled
+        return self.sampled[-1], sampled_log_probs
 
 
 class _Handler(JSONHandler):
@@ -94,35 +101,39 @@ class _Handler(JSONHandler):
             self.reply(content, status)
 
     def _answer(self, body: dict[str, Any]) -> tuple[int, Any]:
-        here, faults, path = self.server, self.server.faults, self.path.removeprefix("/v1")
+        server = self.server
+        faults = server.faults
+        path = self.path.removeprefix("/v1")
         if path in faults:
             return 404, {"detail": "Not Found"}
         if path == "/completions" and "slow" in faults:
             time.sleep(0.4)
         if path == "/load_lora_adapter":
-            if body["lora_name"] in here.models:
+            if body["lora_name"] in server.models:
                 return 400, "has already been loaded"
-            here.models[body["lora_name"]] = here.load(body["lora_path"])
+            server.models[body["lora_name"]] = server.load(body["lora_path"])
             return 200, "Success"
         if path == "/unload_lora_adapter":
-            del here.models[body["lora_name"]]
+            del server.models[body["lora_name"]]
             return 200, "Success"
         if path == "/collective_rpc":
             if "stale" not in faults:
-                here.models[here.name] = here.load(body["kwargs"]["weights_path"])
+                server.models[server.name] = server.load(body["kwargs"]["weights_path"])
             return 200, {"results": [None]}
         if path == "/reset_prefix_cache":
             return 200, {"success": True}
         if path == "/reset":
-            here.models.clear()
+            server.models.clear()
             return 200, {"status": "ok"}
         if path == "/load_model":
-            here.models[body["model"]] = here.load(body["model"])
+            server.models[body["model"]] = server.load(body["model"])
             return 200, 'data: {"status": "ready"}\n\n'
-        if body["model"] not in here.models:
+        if body["model"] not in server.models:
             return 404, {"message": f"The model `{body['model']}` does not exist."}
-        model = here.models[body["model"]]
-        return 200, self._text(model, body) if isinstance(body["prompt"], str) else self._tokens(model, body)
+        model = server.models[body["model"]]
+        if isinstance(body["prompt"], str):
+            return 200, self._text(model, body)
+        return 200, self._tokens(model, body)
 
     def _tokens(self, model: torch.nn.Module, body: dict[str, Any]) -> dict[str, Any]:
         choices = []

@@ -28,7 +28,8 @@ def test_gsm8k_has_prompts_for_rewards_and_texts_for_training(tmp_path):
 
 
 def test_losses_have_the_defaults_of_their_names():
-    simple, completion = GRPOSimpleLoss(), GRPOCompletionLoss(epsilon=0.3, kl_coeff=0.0)
+    simple = GRPOSimpleLoss()
+    completion = GRPOCompletionLoss(epsilon=0.3, kl_coeff=0.0)
     assert (simple.epsilon, simple.epsilon_high, simple.kl_coeff, simple.normalize) == (0.1, 0.1, 0.1, "sequences")
     assert (completion.epsilon, completion.kl_coeff, completion.normalize) == (0.3, 0.0, "tokens")
 

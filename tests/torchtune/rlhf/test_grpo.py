@@ -195,7 +195,9 @@ def by_row(rows, texts):
 
 
 def nan_on_b(rows, texts):
-    return [math.nan if text == "b" else None for text in texts]
+    values = dict.fromkeys(texts)  # None: the answer cannot be scored
+    values["b"] = math.nan
+    return [values[text] for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,9 @@ def test_reward_functions_score_an_answer(reward, text, expected):
 def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
     def sometimes(rows, texts):
         rows[0].clear()  # the others see what is in the data
-        return [None if text == "b" else 2.0 for text in texts]
+        values = dict.fromkeys(texts, 2.0)
+        values["b"] = None
+        return [values[text] for text in texts]
 
     scores = RewardSum([sometimes, rewards.ExactMatch("a", weight=0.5)])([{"a": "x"}] * 3, ["x", "b", "c"])
     assert scores.total[::2] == [2.5, 2.0]
@@ -272,7 +276,7 @@ def test_a_resumed_run_truncates_the_records_of_all_ranks(tmp_path):
     record.write(3, nothing, torch.zeros(0, 2), 1)
     assert [path.read_text().count("step") for path in files] == [2, 2]
     files[0].write_text('{"step": 1}\n[]\n')
-    with pytest.raises(RolloutError, match="line 2 is no answer of a step"):
+    with pytest.raises(RolloutError, match="line 2 is not an answer of a step"):
         rlhf.RolloutRecord(str(tmp_path), None, ParallelDims()).write(3, nothing, torch.zeros(0, 2), 1)
 
 
@@ -377,8 +381,8 @@ def test_batches_have_every_rollout_once_within_tokens_per_batch():
 
 @pytest.mark.parametrize("normalize", ["tokens", "sequences"])
 def test_cross_entropy_is_the_mean_over_tokens_of_good_answers_however_they_are_split(normalize):
-    lengths, values = (3, 7, 2, 4), torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64, device="cpu")
-    rollouts = [rollout_of(n) for n in lengths]
+    values = torch.tensor([[1.0, -1.0], [-0.5, 0.5]], dtype=torch.float64, device="cpu")
+    rollouts = [rollout_of(length) for length in (3, 7, 2, 4)]
     prompts = [rlhf.Prompt([0, 1], {}, number) for number in range(2)]
     scored = rlhf.ScoredRollouts(prompts, rollouts, [""] * 4, values, {})
     loss = GRPOLoss(rl_coeff=0.0, ce_coeff=0.5, normalize=normalize)

@@ -92,21 +92,31 @@ FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
 
 
 def outputs(sums, lengths=LENGTHS):
-    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in sums)
-    return ChosenRejectedOutputs(chosen, rejected, None, None, *(torch.tensor(side) for side in lengths))
+    chosen, rejected = sums
+    chosen_lengths, rejected_lengths = lengths
+    return ChosenRejectedOutputs(
+        torch.tensor(chosen, dtype=torch.float64, requires_grad=True),
+        torch.tensor(rejected, dtype=torch.float64, requires_grad=True),
+        chosen_lengths=torch.tensor(chosen_lengths),
+        rejected_lengths=torch.tensor(rejected_lengths),
+    )
 
 
 def slope(formula, values, at):
     """Central difference by argument ``at``."""
     step = 1e-5
-    high, low = ([value + sign * step * (i == at) for i, value in enumerate(values)] for sign in (1, -1))
+    high = list(values)
+    high[at] += step
+    low = list(values)
+    low[at] -= step
     return (formula(*high) - formula(*low)) / (2 * step)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_preference_loss_and_gradient_equal_the_formula(name):
     loss, formula = FORMULAS[name]
-    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    policy = outputs(POLICY)
+    reference = outputs(REFERENCE)
     losses, *rewards = loss(policy, None if loss.is_reference_free else reference)
     losses.sum().backward()
     for i in range(3):
@@ -122,7 +132,8 @@ def test_preference_loss_and_gradient_equal_the_formula(name):
 
 
 def test_preference_losses_take_tensors_or_outputs():
-    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    policy = outputs(POLICY)
+    reference = outputs(REFERENCE)
     tensors = (policy.chosen_logps, policy.rejected_logps, reference.chosen_logps, reference.rejected_logps)
     assert torch.equal(DPOLoss()(*tensors)[0], DPOLoss()(policy, reference)[0])
     means = SimPOLoss()(policy.chosen_mean, policy.rejected_mean)[0]
@@ -325,16 +336,20 @@ def test_ppo_equals_its_formula():
     def at(values):
         return values[mask].tolist()
 
-    policy, value, clipped = [], [], 0
+    policy = []
+    value = []
+    num_clipped = 0
     for o, n, a, ov, v, r in zip(*map(at, drawn), strict=True):
         ratio = math.exp(n - o)
-        plain, limited = -a * ratio, -a * clip(ratio, 0.8, 1.2)
-        clipped += limited > plain
-        policy.append(max(plain, limited))
+        unclipped = -a * ratio
+        clipped = -a * clip(ratio, 0.8, 1.2)
+        num_clipped += clipped > unclipped
+        policy.append(max(unclipped, clipped))
         value.append(max((v - r) ** 2, (clip(v, ov - 0.1, ov + 0.1) - r) ** 2))
-    wanted = [sum(policy) / 5, 0.5 * sum(value) / 5]
+    policy_loss = sum(policy) / 5
+    value_loss = 0.5 * sum(value) / 5
     ratio = sum(math.exp(n - o) for o, n in zip(*map(at, drawn[:2]), strict=True)) / 5
-    wanted = [wanted[0] + 0.3 * wanted[1], *wanted, ratio, clipped / 5]
+    wanted = [policy_loss + 0.3 * value_loss, policy_loss, value_loss, ratio, num_clipped / 5]
     assert [value.item() for value in losses_and_metrics] == pytest.approx(wanted, abs=1e-7)
 
 
@@ -364,7 +379,8 @@ def test_mixed_loss_is_read_from_a_config_and_logs_the_rewards_of_its_first_loss
             "loss_weights": [1.0, 0.5],
         }
     )
-    policy, reference = outputs(POLICY), outputs(REFERENCE)
+    policy = outputs(POLICY)
+    reference = outputs(REFERENCE)
     losses, *rewards = loss(policy, reference)
     torch.testing.assert_close(losses, DPOLoss(0.3, rpo_alpha=0.5)(policy, reference)[0])
     torch.testing.assert_close(rewards, list(DPOLoss(0.3)(policy, reference)[1:]))

@@ -1,5 +1,7 @@
 """Losses of rerankers equal their formulas in plain float64, and those of sentence-transformers where it is there."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -101,7 +103,7 @@ def test_losses_equal_those_of_sentence_transformers(monkeypatch):
     scores = random_scores(7).detach().float().requires_grad_()
     model = Scorer(scores)
     queries = [["q"] * 7, [str(number) for number in range(7)]]
-    flat = [label for labels in TARGETS for label in labels]
+    flat = list(itertools.chain.from_iterable(TARGETS))
     expected = losses.BinaryCrossEntropyLoss(model)(queries, torch.tensor(flat))
     batch = collate_reranking([example([label]) for label in flat])
     total, _ = RerankBCELoss().sum_and_metrics(batch, scores)

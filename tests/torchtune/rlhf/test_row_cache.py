@@ -4,7 +4,6 @@ import numpy as np
 
 from torchtune.data import BatchLoader
 from torchtune.datasets import MixedDataset, PackedDataset
-from torchtune.rlhf import check_prompts
 from torchtune.rlhf._row_cache import SelectedRows, WithRowNumbers
 
 ROWS = [{"tokens": [number, number], "labels": [number, -100]} for number in range(8)]
@@ -23,13 +22,9 @@ def test_numbered_rows_keep_the_order_of_their_dataset():
     settings = {"batch_size": 3, "collate_fn": list, "shuffle": True, "seed": 4}
     loader, plain = (BatchLoader(dataset, **settings) for dataset in (numbered, mixture))
     assert loader.examples_per_epoch == plain.examples_per_epoch == 12
-    steps = [[row["tokens"] for row in batch] for (batch,) in loader]
-    assert steps == [[row["tokens"] for row in batch] for (batch,) in plain]
+    for (numbered_batch,), (batch,) in zip(loader, plain, strict=True):
+        assert [row["tokens"] for row in numbered_batch] == [row["tokens"] for row in batch]
     assert loader.state_dict() == plain.state_dict()
     packs = WithRowNumbers(PackedDataset(ROWS, max_seq_len=4))
     assert [document["row"] for document in packs[3]] == [3, 3]
     assert packs.is_packed
-
-
-def test_prompts_of_unknown_lengths_are_not_checked():
-    check_prompts(ROWS, sampler=None, model=None)

@@ -70,9 +70,8 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
     of_documents = rlhf.document_log_probs(hidden, batch, head)
     logits = head(hidden).view(2, 7, VOCAB)
     torch.testing.assert_close(of_documents, rlhf.get_batch_log_probs(logits, unshifted))
-    assert (
-        padded_collate_dpo([example])[1].tolist() == unshifted.tolist()
-    )  # as recipes of earlier releases hand them over
+    _, labels_of_older_recipes = padded_collate_dpo([example])
+    assert labels_of_older_recipes.tolist() == unshifted.tolist()
     averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
     torch.testing.assert_close(of_documents / torch.tensor([5, 3]), averaged)
     for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels
@@ -102,7 +101,8 @@ def test_tokens_after_the_first_stop_token_are_replaced():
 
 
 def test_the_last_token_gets_the_score_and_every_token_the_log_ratio():
-    log_probs, reference = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
+    log_probs = torch.tensor([[-1.0, -2.0, -3.0]])
+    reference = torch.tensor([[-1.5, -2.0, -2.0]])
     scores = torch.tensor([4.0])
     total, ratios, parts = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, torch.tensor([1]))
     assert ratios.tolist() == [[0.5, 0.0, -1.0]]
@@ -142,7 +142,8 @@ def test_advantages_equal_generalized_advantage_estimates():
 
 
 def test_masked_sums_means_and_variances_ignore_masked_values():
-    values, mask = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]]), torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
+    values = torch.tensor([[1.0, 2.0, 50.0], [3.0, -9.0, 8.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]]).bool()
     selected = values[mask]
     torch.testing.assert_close(rlhf.masked_sum(values, mask, dim=1), torch.tensor([3.0, 11.0]))
     torch.testing.assert_close(rlhf.masked_mean(values, mask), selected.mean())

@@ -4,8 +4,16 @@ from torchtune.rlhf._rollouts import ENDS, Episode
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
 from torchtune.rlhf.environments._external_environments import Gymnasium, OpenEnv, OpenEnvGym, TextArena
 from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
-from torchtune.rlhf.environments._tool_call_parsers import FORMATS, CallError, ToolCall, detect_format, parse_calls
-from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.rlhf.environments._tools import (
+    FORMATS,
+    CallError,
+    ToolCall,
+    check_call,
+    detect_format,
+    parameters_of,
+    parse_calls,
+    tools_of,
+)
 from torchtune.rlhf.environments._turn_tokens import Bridge
 
 __all__ = [

@@ -15,8 +15,7 @@ import torch
 from torchtune.data import Message, as_messages
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall
-from torchtune.rlhf.environments._tools import reply_text
+from torchtune.rlhf.environments._tools import ToolCall, reply_text
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 
 
@@ -169,11 +168,14 @@ class Task:
                 self._future.set_exception(error)
             self.seconds = time.monotonic() - started
 
+        # Nothing can end a thread that hangs; as a daemon, it does not keep the process alive.
         threading.Thread(target=run, daemon=True).start()
 
     def result(self, *, wait: bool = True) -> tuple[Any, tuple[str, str] | None]:
         """Wait, and return (result, None), or (None, (end of the episode, error message)) for a failure."""
-        remaining_seconds = max(self._deadline - time.monotonic(), 0.0) if wait else 0.0
+        remaining_seconds = 0.0
+        if wait:
+            remaining_seconds = max(self._deadline - time.monotonic(), 0.0)
         concurrent.futures.wait([self._future], remaining_seconds)
         if not self._future.done():
             return None, ("timeout", f"no result within {self._timeout:g} s")
@@ -199,8 +201,8 @@ def reset(conversation: Conversation, seed: int) -> Any:
     arguments = dict(conversation.prompt.row)
     if "seed" in parameters:
         arguments = {"seed": seed, **arguments}  # a column "seed" replaces it
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_all:
+    takes_all_columns = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all_columns:
         arguments = {name: value for name, value in arguments.items() if name in parameters}
     observation = _call(environment.reset, **arguments)
     if observation is None:
@@ -208,7 +210,8 @@ def reset(conversation: Conversation, seed: int) -> Any:
     if isinstance(observation, str):
         return reply_text(observation)
     if isinstance(observation, list):
-        return as_messages([{"role": "user", "content": observation}])[0].content
+        (message,) = as_messages([{"role": "user", "content": observation}])
+        return message.content
     raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
 
 
@@ -257,9 +260,10 @@ def with_observation(prompt: Prompt, observation: str | list[dict[str, Any]] | N
     if not observation:
         return messages
     observed = Message(role="user", content=observation)
-    user_turns = [index for index, message in enumerate(messages) if message.role == "user"]
-    if not user_turns:
-        return [*messages, observed]
-    last = messages[user_turns[-1]]
-    messages[user_turns[-1]] = Message(role="user", content=[*last.content, *observed.content], extra=last.extra)
-    return messages
+    for index in reversed(range(len(messages))):
+        message = messages[index]
+        if message.role == "user":
+            content = [*message.content, *observed.content]
+            messages[index] = Message(role="user", content=content, extra=message.extra)
+            return messages
+    return [*messages, observed]  # there is no turn of the user

@@ -13,9 +13,9 @@ import torch
 from torchtune import config
 from torchtune.data import DataError, Message
 from torchtune.generation import Batch, Request, seeded_draws, stream_tokens
-from torchtune.rlhf._local_sampler import LocalSampler, is_tensor_parallel
 from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import INVALID_ENDS, Episode, RolloutError
+from torchtune.rlhf._samplers import LocalSampler, is_tensor_parallel
 from torchtune.rlhf.environments._conversation import (
     Conversation,
     Kind,
@@ -26,8 +26,16 @@ from torchtune.rlhf.environments._conversation import (
     score,
     with_observation,
 )
-from torchtune.rlhf.environments._tool_call_parsers import FORMATS, CallError, ToolCall, detect_format, parse_calls
-from torchtune.rlhf.environments._tools import check_call, parameters_of, tools_of
+from torchtune.rlhf.environments._tools import (
+    FORMATS,
+    CallError,
+    ToolCall,
+    check_call,
+    detect_format,
+    parameters_of,
+    parse_calls,
+    tools_of,
+)
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
 from torchtune.utils import get_logger, log_once
 
@@ -96,7 +104,9 @@ class Environments:
         self._format = tool_format or detect_format(template_text)
         if not isinstance(factories, Mapping):
             factories = {None: factories}  # the only kind has no name
-        self._kinds = {name: self._kind(build) for name, build in factories.items()}
+        self._kinds: dict[str | None, Kind] = {}
+        for name, build in factories.items():
+            self._kinds[name] = self._inspect(build)
         self.give_rewards = all(kind.has_reward for kind in self._kinds.values())
         has_tools = any(kind.schemas for kind in self._kinds.values())
         if self._format not in FORMATS and has_tools:
@@ -114,8 +124,8 @@ class Environments:
         self._closing: list[Task] = []  # of the environments of the last call
         self._num_unclosed = 0
 
-    def _kind(self, build: Callable[[], Any]) -> Kind:
-        """Build an environment once to read and check its tools."""
+    def _inspect(self, build: Callable[[], Any]) -> Kind:
+        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards."""
         try:
             environment = build()
         except Exception as error:
@@ -164,8 +174,8 @@ class Environments:
         conversations = []
         for prompt in prompts:
             for _ in range(num_samples):
-                conversations.append(self._conversation(len(conversations), prompt))
-        self._begin(conversations, seeds, num_samples)
+                conversations.append(self._make_conversation(len(conversations), prompt))
+        self._reset_all(conversations, seeds, num_samples)
         begun = time.monotonic()
         self._converse(conversations, seeds, num_samples)
         # `_converse` adds the time in which it waits for tools to "idle".
@@ -188,13 +198,13 @@ class Environments:
         if messages:
             log_once(get_logger(), f"environment: close() failed: {messages[0]}.", logging.WARNING)
 
-    def _conversation(self, number: int, prompt: Prompt) -> Conversation:
-        """Begin the conversation of a prompt, without an environment yet."""
-        name = None
-        if None not in self._kinds:
-            name = prompt.row.get("environment")
+    def _make_conversation(self, number: int, prompt: Prompt) -> Conversation:
+        """Return the conversation of a prompt, without an environment yet."""
+        name = None  # of the only kind
         if prompt.is_blank:
-            name = next(iter(self._kinds))
+            name = next(iter(self._kinds))  # any kind: the episode ends before it begins
+        elif None not in self._kinds:
+            name = prompt.row.get("environment")
         if name not in self._kinds:
             raise RolloutError(
                 f"dataset: row {prompt.number} names the environment {name!r}: the column 'environment' must be one of "
@@ -208,7 +218,7 @@ class Environments:
             )
         return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
 
-    def _begin(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
+    def _reset_all(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
         """Reset the environments of all conversations concurrently, and render the prompts."""
         tasks = []
         for conversation in conversations:
@@ -219,7 +229,7 @@ class Environments:
             if seeds is not None:
                 seed = seeds[conversation.number // num_samples]
             tasks.append((conversation, Task(self._timeout, reset, conversation, seed)))
-        # By prompt and observation: the rows of a group share their images.
+        # By prompt and observation: the episodes of a group share their images, which are read once.
         rendered: dict[tuple[int, str], tuple[list[int], Mapping[str, Any], str]] = {}
         for conversation, task in tasks:
             observation = self._wait(conversation, task)
@@ -231,7 +241,7 @@ class Environments:
             tokens, images, failure = rendered[key]
             conversation.tokens = list(tokens)
             conversation.images = images
-            self._limit(conversation, conversation.tokens)
+            self._set_limit(conversation, conversation.tokens)
             if failure:
                 conversation.fail("environment_failed", failure)
         for conversation in conversations:
@@ -250,7 +260,7 @@ class Environments:
         except DataError as error:
             return conversation.prompt.tokens, {}, str(error)
 
-    def _limit(self, conversation: Conversation, context: list[int]) -> None:
+    def _set_limit(self, conversation: Conversation, context: list[int]) -> None:
         """Set the maximum length of the turn after ``context``; if no token fits, end the episode."""
         # The last token of a turn is only a label, so the model's input is one token shorter.
         num_free = self._sampler.model.max_seq_len + 1 - len(context)
@@ -273,24 +283,21 @@ class Environments:
         sampler = self._sampler
         device = sampler.model.tok_embeddings.weight.device
         draws = None
-        temperature = 0.0
+        temperature = 0.0  # greedy
         if seeds is not None:
-            keys = []  # by row of the batch, see `_PendingTurns.row`
-            for turn_number in range(self._max_turns):
-                for seed in seeds:
-                    for sample in range(num_samples):
-                        # The first turn uses the same random numbers as an answer without an environment.
-                        keys.append((seed, (turn_number << 32) + sample))
-            draws = seeded_draws(keys, sampler.max_new_tokens, device)
+            draws = self._draws(seeds, num_samples, device)
             temperature = sampler.temperature
         pending = _PendingTurns(len(conversations))
 
         # The prompt of a group is prefilled once if the observations of its environments are equal.
-        are_equal = all(
-            conversation.has_same_prompt(conversations[conversation.number // num_samples * num_samples])
-            for conversation in conversations
-        )
-        first_turns = conversations[::num_samples] if are_equal else conversations
+        are_equal = True
+        for conversation in conversations:
+            group = conversation.number // num_samples
+            first_of_group = conversations[group * num_samples]
+            are_equal = are_equal and conversation.has_same_prompt(first_of_group)
+        first_turns = conversations
+        if are_equal:
+            first_turns = conversations[::num_samples]
         prompts = []
         for conversation in first_turns:
             # Longer prompts belong to episodes that have ended, whose token is not used.
@@ -305,24 +312,37 @@ class Environments:
             stop_tokens=sampler.stop_tokens,
             draws=draws,
             max_sequences=sampler.max_sequences,
-            more=partial(self._due_requests, pending),
+            more=partial(self._take_due_requests, pending),
             images=[conversation.images for conversation in first_turns],
         )
         stop_tokens = set(sampler.stop_tokens)
         for sampled in steps:
-            rows = zip(sampled.rows.tolist(), sampled.tokens.tolist(), sampled.log_probs.tolist(), strict=True)
-            for row, token, log_prob in rows:
+            rows = sampled.rows.tolist()
+            tokens = sampled.tokens.tolist()
+            log_probs = sampled.log_probs.tolist()
+            for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
                 conversation = conversations[row % len(conversations)]
                 if conversation.end is not None:  # it ended before its first turn, but has a slot for one token
                     continue
                 conversation.append([token], [log_prob], is_sampled=True)
                 is_stopped = token in stop_tokens
-                if is_stopped or len(conversation.tokens) - conversation.turn_start == conversation.limit:
+                is_at_limit = len(conversation.tokens) - conversation.turn_start == conversation.limit
+                if is_stopped or is_at_limit:
                     turn = self._end_turn(conversation, is_stopped, due_step=pending.step + _STEPS_FOR_TOOLS)
                     if turn is not None:
                         pending.turns.append(turn)
 
-    def _due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
+    def _draws(self, seeds: Sequence[int], num_samples: int, device: torch.device) -> torch.Tensor:
+        """Return the random numbers of all turns, by their row in the batch, see :meth:`_PendingTurns.row`."""
+        keys = []
+        for turn_number in range(self._max_turns):
+            for seed in seeds:
+                for sample in range(num_samples):
+                    # The first turn uses the same random numbers as an answer without an environment.
+                    keys.append((seed, (turn_number << 32) + sample))
+        return seeded_draws(keys, self._sampler.max_new_tokens, device)
+
+    def _take_due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
         """Count a decoding step, and return requests for the turns of the episodes that are due.
 
         If no episode decodes, the count skips to the next due step.
@@ -341,7 +361,7 @@ class Environments:
             turn = pending.turns.popleft()
             pending.step = max(pending.step, turn.due_step)
             conversation = turn.conversation
-            if self._next_turn(conversation, turn.calls, turn.task):
+            if self._begin_next_turn(conversation, turn.calls, turn.task):
                 request = Request(
                     pending.row(conversation, conversation.turns),
                     list(conversation.tokens),
@@ -359,7 +379,8 @@ class Environments:
         tokens = conversation.tokens[conversation.turn_start :]
         conversation.history.append(Turn(tokens, [], []))
         if not is_stopped:
-            conversation.end = "max_tokens" if len(tokens) == self._sampler.max_new_tokens else "context"
+            is_longest = len(tokens) == self._sampler.max_new_tokens
+            conversation.end = "max_tokens" if is_longest else "context"
             return None
         schemas = conversation.kind.schemas
         calls: list[ToolCall] = []
@@ -371,7 +392,8 @@ class Environments:
             except CallError as error:
                 mistake = str(error)
             for call in calls:
-                mistake = mistake or check_call(call, schemas)
+                if mistake is None:
+                    mistake = check_call(call, schemas)
         if mistake is not None:
             conversation.errors += 1
             if conversation.turns == self._max_turns:
@@ -386,7 +408,7 @@ class Environments:
         task = Task(self._timeout, run_tools, conversation.environment, calls)
         return _PendingTurn(due_step, conversation, calls, task)
 
-    def _next_turn(self, conversation: Conversation, calls: list[ToolCall], task: Task) -> bool:
+    def _begin_next_turn(self, conversation: Conversation, calls: list[ToolCall], task: Task) -> bool:
         """Wait for tool results, and append the tokens before the next turn; return False if the episode has ended."""
         result = self._wait(conversation, task)
         if conversation.end is not None:
@@ -403,12 +425,12 @@ class Environments:
         context = bridge.context(conversation.start, conversation.history)
         # The template may now omit reasoning of earlier turns, which the sampled tokens have.
         if context is not None and context[: len(conversation.tokens)] != conversation.tokens:
-            self._limit(conversation, context)
+            self._set_limit(conversation, context)
             if conversation.end is None:
                 conversation.restart(context)
         else:
             reply_tokens = bridge(calls, replies)
-            self._limit(conversation, conversation.tokens + reply_tokens)
+            self._set_limit(conversation, conversation.tokens + reply_tokens)
             if conversation.end is None:
                 conversation.append(reply_tokens, [0.0] * len(reply_tokens), is_sampled=False)
         return conversation.end is None

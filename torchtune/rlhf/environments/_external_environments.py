@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from torchtune.rlhf._http import post_json
 from torchtune.rlhf._rollouts import RolloutError
+from torchtune.rlhf._servers import post_json
 from torchtune.utils import require
+
+_NUM_SEEDS = 2**31  # these libraries take seeds of 32 bits with a sign, seeds of episodes have 64
 
 
 class OpenEnv:
@@ -35,10 +37,12 @@ class OpenEnv:
         self._tools = self._request("tools/list")["tools"]
 
     def _request(self, method: str, **params: Any) -> Any:
-        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": {**params, **self._session}}
+        """Call a JSON-RPC method of the server, and return its result."""
+        params |= self._session
+        body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         reply = post_json(self._url, body, timeout=self._timeout)
         if not isinstance(reply, Mapping) or reply.get("result") is None:
-            raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is no result.")
+            raise RolloutError(f"{self._url} replies to {method} with {str(reply)[:300]}, which is not a result.")
         return reply["result"]
 
     def reset(self) -> None:
@@ -63,6 +67,7 @@ class OpenEnv:
         return partial(self._call, name)
 
     def _call(self, tool: str, **arguments: Any) -> Any:
+        """Call a tool, and return its structured data if the server gives some, otherwise the whole result."""
         result = self._request("tools/call", name=tool, arguments=arguments)
         if isinstance(result, Mapping) and "data" in result:
             return result["data"]
@@ -110,13 +115,14 @@ class OpenEnvGym:
     def reset(self, seed: int, **row: Any) -> str:
         """Begin a session and an episode."""
         self._socket = self._client.connect(f"ws{self._url.removeprefix('http')}/ws", open_timeout=self._timeout)
-        return self._send("reset", {"seed": seed % 2**31, **row})
+        return self._send("reset", {"seed": seed % _NUM_SEEDS, **row})
 
     def act(self, **action: Any) -> str:
         """Take an action."""
         return self._send("step", action)
 
     def _send(self, kind: str, data: Mapping[str, Any]) -> str:
+        """Send a message, note reward and end of the reply, and return its observation as JSON."""
         self._socket.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(self._socket.recv(timeout=self._timeout))
         if reply["type"] == "error":
@@ -165,7 +171,7 @@ class Gymnasium:
 
     def reset(self, seed: int) -> str:
         """Begin an episode."""
-        observation, _ = self._env.reset(seed=seed % 2**31)
+        observation, _ = self._env.reset(seed=seed % _NUM_SEEDS)
         return self._text(observation)
 
     def act(self, action: str) -> str:
@@ -179,13 +185,14 @@ class Gymnasium:
         if action.strip().isdecimal() and hasattr(space, "n"):  # actions are numbers
             value = int(action)
         if not space.contains(value):
-            return f"'{action}' is no action, actions are {space}"
+            return f"'{action}' is not an action, actions are {space}"
         observation, reward, terminated, truncated, _ = self._env.step(value)
         self._reward += float(reward)
         self.done = bool(terminated or truncated)
         return self._text(observation)
 
     def _text(self, observation: Any) -> str:
+        """Return the observation, or the rendered environment, without colors."""
         if self._env.render_mode == "ansi":
             observation = self._env.render()
         # Terminal colors mark a position: brackets take their place.
@@ -222,7 +229,7 @@ class TextArena:
 
     def reset(self, seed: int) -> str:
         """Begin a game."""
-        self._env.reset(num_players=1, seed=seed % 2**31)
+        self._env.reset(num_players=1, seed=seed % _NUM_SEEDS)
         return self._text()
 
     def act(self, action: str) -> str:
@@ -236,6 +243,7 @@ class TextArena:
         return self._text()
 
     def _text(self) -> str:
+        """Return the messages to the player since its last move."""
         _, observation = self._env.get_observation()  # of the player, (sender, message, type) each
         return "\n".join(message for _, message, _ in observation)
 

@@ -12,7 +12,7 @@ import torch
 
 from torchtune.data import DataError, Message, as_messages
 from torchtune.rlhf._rollouts import Episode, RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall
+from torchtune.rlhf.environments._tools import ToolCall
 from torchtune.rlhf.environments._turn_tokens import Bridge
 
 
@@ -218,8 +218,8 @@ class Sessions:
             sample.finished = finished
 
             digest = _update_hash(begun.hash, as_messages([answer])[0])
-            # The first of several equal conversations is continued.
-            recorded.turns.setdefault(digest, _Turn(sample, len(sample.tokens), finished, calls or {}))
+            turn = _Turn(sample, len(sample.tokens), finished, calls or {})
+            recorded.turns.setdefault(digest, turn)  # the first of several equal conversations is continued
             while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:
                 least_recently_used = next(iter(self._sessions))
                 del self._sessions[least_recently_used]
@@ -248,7 +248,9 @@ def _update_hash(conversation_hash: Any, message: Message) -> bytes:
     for call in message.extra.get("tool_calls") or ():
         function = call["function"]
         calls.append((function["name"], function["arguments"]))
-    fields = [message.role, message.text_content.strip(), message.extra.get("tool_call_id"), calls]
+    # Stripped: clients repeat the text of a turn without the white space around it.
+    text = message.text_content.strip()
+    fields = [message.role, text, message.extra.get("tool_call_id"), calls]
     conversation_hash.update(json.dumps(fields, sort_keys=True).encode())
     return conversation_hash.digest()
 

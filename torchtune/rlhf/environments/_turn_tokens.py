@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune.data import DataError, Message
 from torchtune.rlhf._rollouts import RolloutError
-from torchtune.rlhf.environments._tool_call_parsers import ToolCall, after_reasoning
+from torchtune.rlhf.environments._tools import ToolCall, after_reasoning
 
 # Texts of the short conversations that are rendered.
 _QUESTION = Message(role="user", content="Question", masked=True)
@@ -138,14 +138,16 @@ class Bridge:
         # prompt up to the first difference.
         opening = self.prompt([_QUESTION])
         num_equal = _common_prefix(opening, before_turns)
-        tokens = [*prompt[: len(prompt) - len(opening) + num_equal], *before_turns[num_equal:]]
+        num_kept = len(prompt) - len(opening) + num_equal
+        tokens = [*prompt[:num_kept], *before_turns[num_equal:]]
         for i, turn in enumerate(turns):
             rendered = self._tokenizer.decode(rendered_turns[i], skip_special_tokens=False)
             if sketches[i].has_reasoning and _THOUGHT not in rendered:
                 # The template's tokens around the answer, which may be an empty block of reasoning and the stop token.
                 rendered_answer = self._last_tokens(rendered_turns[i], after_reasoning(rendered))
                 sampled_answer = self._last_tokens(turn.tokens, after_reasoning(texts[i]))
-                tokens += rendered_turns[i][: len(rendered_turns[i]) - len(rendered_answer)]
+                num_before_answer = len(rendered_turns[i]) - len(rendered_answer)
+                tokens += rendered_turns[i][:num_before_answer]
                 tokens += sampled_answer[:-1]
                 tokens += rendered_answer[-1:]
             else:
@@ -203,7 +205,9 @@ def _conversation(turns: Sequence[_Sketch], others: Sequence[Message], *, with_c
     """
     messages = [_QUESTION]
     for turn in turns:
-        reasoning = {"reasoning_content": _THOUGHT} if turn.has_reasoning else {}
+        reasoning = {}
+        if turn.has_reasoning:
+            reasoning = {"reasoning_content": _THOUGHT}
         if not turn.calls:
             messages.append(Message(role="assistant", content="Answer", extra=reasoning))
             for reply in turn.replies:
@@ -218,7 +222,8 @@ def _conversation(turns: Sequence[_Sketch], others: Sequence[Message], *, with_c
             extra = {"tool_call_id": call_id, "name": call.name}
             results.append(Message(role="tool", content=reply, masked=True, extra=extra))
         if with_calls:
-            messages.append(Message(role="assistant", content="", extra={"tool_calls": tool_calls, **reasoning}))
+            extra = {"tool_calls": tool_calls, **reasoning}
+            messages.append(Message(role="assistant", content="", extra=extra))
         else:
             messages.append(Message(role="assistant", content="Answer", extra=reasoning))
         messages += results

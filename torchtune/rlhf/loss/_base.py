@@ -206,7 +206,7 @@ def setup_loss(loss: Any, model: nn.Module, dims: ParallelDims | None = None) ->
     """
     if not isinstance(loss, AnswerLoss):
         raise LossError(
-            f"loss: {type(loss).__name__} is no loss of preferences: use one of torchtune.rlhf.loss, for example "
+            f"loss: {type(loss).__name__} is not a preference loss: use one of torchtune.rlhf.loss, for example "
             "torchtune.rlhf.loss.DPOLoss, or run a fine-tuning recipe."
         )
     loss.check_model(model)
@@ -231,7 +231,9 @@ def total_and_metrics(
     num_terms = counts.sum()
     metrics = {}
     for name, values in terms.items():
-        metrics[name] = (torch.where(counts, values.detach().float(), 0.0).sum(), num_terms)
+        # Selected, not multiplied by 0: a filler's metric may be NaN.
+        counted = torch.where(counts, values.detach().float(), 0.0)
+        metrics[name] = (counted.sum(), num_terms)
     return loss.total(losses, counts, weights), metrics
 
 

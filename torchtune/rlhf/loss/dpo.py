@@ -59,6 +59,7 @@ class ChosenRejectedOutputs:
 
 
 def _per_token_mean(sums: Tensor, lengths: Tensor | None) -> Tensor:
+    """Divide sums over answers ``[p]`` by the answers' lengths, if these are known."""
     if lengths is None:
         return sums
     return sums / lengths.clamp(min=1)
@@ -111,7 +112,10 @@ class PreferenceLoss(AnswerLoss):
             TypeError: the number of arguments is wrong.
         """
         if outputs and isinstance(outputs[0], Tensor):
-            outputs = self._pair_log_probs(outputs)
+            if len(outputs) % 2:
+                raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in pairs.")
+            # Chosen and rejected answers of the policy, then of the reference.
+            outputs = tuple(map(ChosenRejectedOutputs, outputs[::2], outputs[1::2]))
         policy = outputs[0] if outputs else None
         reference = outputs[1] if len(outputs) > 1 else None
         lacks_reference = self.needs_reference and reference is None
@@ -127,14 +131,6 @@ class PreferenceLoss(AnswerLoss):
             )
         losses, chosen, rejected = compared
         return losses, chosen.detach(), rejected.detach()
-
-    def _pair_log_probs(self, log_probs: tuple[Tensor, ...]) -> tuple[ChosenRejectedOutputs, ...]:
-        """Convert log-probs (chosen and rejected of the policy, then of the reference) to outputs of each model."""
-        if len(log_probs) % 2:
-            raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in pairs.")
-        chosen = log_probs[::2]
-        rejected = log_probs[1::2]
-        return tuple(map(ChosenRejectedOutputs, chosen, rejected))
 
     def sum_and_metrics(
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
@@ -162,6 +158,7 @@ class PreferenceLoss(AnswerLoss):
     def _compare_batch(
         self, batch: Batch, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None
     ) -> LossesAndRewards:
+        """Compare the pairs of a batch; a loss that reads further entries of the batch overrides it."""
         return self(policy, reference)
 
     def more_metrics(self, policy: ChosenRejectedOutputs, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
@@ -210,18 +207,21 @@ class _MarginLoss(PreferenceLoss):
 
 
 def _check_beta(beta: float) -> float:
+    """Return β. Raises ``ValueError`` unless it is above 0 and finite."""
     if not 0 < beta < math.inf:
         raise ValueError(f"beta is {beta}: it must be above 0, and finite.")
     return beta
 
 
 def _check_weight(name: str, weight: float) -> float:
+    """Return the weight of a loss, the argument ``name``. Raises ``ValueError`` if it is negative or infinite."""
     if not 0 <= weight < math.inf:
         raise ValueError(f"{name} is {weight}: a weight of a loss must be at least 0, and finite.")
     return weight
 
 
 def _check_smoothing(label_smoothing: float) -> float:
+    """Return ε. Raises ``ValueError`` unless it is from 0 to below 0.5."""
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing}: the share of wrong labels must be from 0 to below 0.5."
@@ -433,7 +433,7 @@ class ORPOLoss(PreferenceLoss):
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """Return log(p / (1 − p)), with p clamped below 1."""
+    """Return log(p / (1 − p)), with p clamped below 1, where the odds are infinite."""
     log_prob = log_prob.clamp(max=-torch.finfo(log_prob.dtype).eps)
     return log_prob - torch.log(-torch.expm1(log_prob))
 
@@ -608,10 +608,10 @@ class MixedPreferenceLoss(PreferenceLoss):
     def compare(self, policy: ChosenRejectedOutputs, reference: ChosenRejectedOutputs | None) -> LossesAndRewards:
         """Compute losses and rewards of pairs; see :class:`PreferenceLoss`."""
         total = torch.zeros_like(policy.chosen_logps)
-        rewards = []
+        rewards: list[tuple[Tensor, Tensor]] = []  # of each loss
         for loss, weight in zip(self.losses, self.loss_weights, strict=True):
-            losses, *rewards_of_loss = loss.compare(policy, reference)
+            losses, chosen, rejected = loss.compare(policy, reference)
             total = total + weight * losses
-            rewards = rewards or rewards_of_loss
-        chosen, rejected = rewards
-        return total, chosen, rejected
+            rewards.append((chosen, rejected))
+        first_chosen, first_rejected = rewards[0]
+        return total, first_chosen, first_rejected

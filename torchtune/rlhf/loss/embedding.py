@@ -70,7 +70,9 @@ class InfoNCELoss(AnswerLoss):
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling is {pooling!r}: it must be 'last' or 'mean'.")
         dims = list(matryoshka_dims or ())
-        weights = [1.0] * len(dims) if matryoshka_weights is None else list(matryoshka_weights)
+        weights = [1.0] * len(dims)
+        if matryoshka_weights is not None:
+            weights = list(matryoshka_weights)
         if len(weights) != len(dims):
             raise ValueError(f"matryoshka_weights has {len(weights)} weights for {len(dims)} matryoshka_dims.")
         if min([*dims, *weights], default=1) <= 0:
@@ -122,9 +124,10 @@ class InfoNCELoss(AnswerLoss):
             if is_simulated():  # whose rows are equal
                 return
             first = loader.dataset[0]["positive"]
-            examples = (loader.dataset[index] for index in range(len(loader.dataset)))
-            if any(example["negatives"] or example["positive"] != first for example in examples):
-                return
+            for index in range(len(loader.dataset)):
+                example = loader.dataset[index]
+                if example["negatives"] or example["positive"] != first:
+                    return
             raise LossError(
                 f"{name}: InfoNCELoss contrasts a query with the passages of other queries, but all "
                 f"{len(loader.dataset):,} examples have the same positive, and no negatives: give rows with other "
@@ -216,7 +219,7 @@ class InfoNCELoss(AnswerLoss):
         num_queries = int((batch.per_document["role"] == 0).sum())
         queries = scores[:num_queries]  # [q, d]
         counts = batch.per_document["counts"][:num_queries]  # [q]
-        # The passages of all data-parallel ranks, the first of which is the positive of this rank's first query.
+        # The passages of all data-parallel ranks: ``first`` is the positive of this rank's first query.
         passages, first = self.dims.gather_over_data(scores[num_queries:])  # [c, d]
         digests, _ = self.dims.gather_over_data(batch.per_document["digest"][num_queries:])  # [c]
         passage_counts, _ = self.dims.gather_over_data(batch.per_document["counts"][num_queries:])  # [c]
@@ -256,7 +259,9 @@ class InfoNCELoss(AnswerLoss):
 
 def _cosines(queries: Tensor, passages: Tensor) -> Tensor:
     """Return cosine similarities ``[q, c]``."""
-    return F.normalize(queries, dim=-1) @ F.normalize(passages, dim=-1).T
+    queries = F.normalize(queries, dim=-1)
+    passages = F.normalize(passages, dim=-1)
+    return queries @ passages.T
 
 
 def score_in_parts(score: Score, batch: Batch, size: int, num_passes: Callable[[int], int]) -> Tensor:
@@ -304,10 +309,13 @@ class _TwoPasses(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         gradients = list(gradient.split(ctx.num_documents))
         with undisturbed_random_state():
-            for index, (part, random_state) in enumerate(zip(ctx.parts, ctx.random_states, strict=True)):
-                RNGState().load_state_dict(random_state)
+            for index, part in enumerate(ctx.parts):
+                RNGState().load_state_dict(ctx.random_states[index])
                 with torch.enable_grad():
                     scores = ctx.score(part)
-                is_filler = index >= len(gradients)
-                torch.autograd.backward(scores, torch.zeros_like(scores) if is_filler else gradients[index])
+                if index < len(gradients):
+                    scores_gradient = gradients[index]
+                else:  # a filler, whose backward pass other ranks wait for
+                    scores_gradient = torch.zeros_like(scores)
+                torch.autograd.backward(scores, scores_gradient)
         return None, None, None, None

@@ -114,7 +114,9 @@ class GRPOLoss(TokenLoss):
 
     def num_terms(self, num_tokens: int, num_sequences: int) -> int:
         """Return the number of terms, by which the summed loss is divided."""
-        return num_tokens if self.normalize == "tokens" else num_sequences
+        if self.normalize == "tokens":
+            return num_tokens
+        return num_sequences
 
     def forward(
         self,
@@ -244,7 +246,10 @@ class GRPOLoss(TokenLoss):
             if self.normalize != "tokens":
                 num_terms = (batch.per_document["label_counts"] > 0).sum()
             total = self.balance.add_to(total, num_terms)
-        return total, {f"policy/{name}": (values.float().sum(), num_tokens) for name, values in token_metrics.items()}
+        metrics = {}
+        for name, values in token_metrics.items():
+            metrics[f"policy/{name}"] = (values.float().sum(), num_tokens)
+        return total, metrics
 
 
 class DAPOLoss(GRPOLoss):

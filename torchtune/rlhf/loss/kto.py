@@ -63,7 +63,8 @@ class KTOLoss(AnswerLoss):
         """
         log_ratios = policy - reference  # r, [n]
         sign = torch.where(is_chosen, 1.0, -1.0).to(log_ratios.dtype)
-        z = torch.as_tensor(baseline, dtype=log_ratios.dtype, device=log_ratios.device).detach().clamp(min=0.0)
+        z = torch.as_tensor(baseline, dtype=log_ratios.dtype, device=log_ratios.device)
+        z = z.detach().clamp(min=0.0)  # a KL divergence is not negative, although its estimate may be
         weights = torch.where(is_chosen, self.desirable_weight, self.undesirable_weight).to(log_ratios.dtype)
         losses = weights * torch.sigmoid(-sign * self.beta * (log_ratios - z))  # 1 − σ(x) is σ(−x)
         rewards = (self.beta * log_ratios).detach()
@@ -77,7 +78,8 @@ class KTOLoss(AnswerLoss):
         counts = label_counts(batch) > 0  # an answer without labels is the filler of a rank without data
         losses, rewards = self(scores, reference, is_good, baseline)
         kl = baseline.clamp(min=0.0).expand_as(losses)
-        total, metrics = total_and_metrics(self, losses, counts, {"kl": kl}, batch.per_document.get("weight"))
+        weights = batch.per_document.get("weight")
+        total, metrics = total_and_metrics(self, losses, counts, {"kl": kl}, weights)
         log_probs = scores.detach()
         for name, selected in (("chosen", counts & is_good), ("rejected", counts & ~is_good)):
             num_selected = selected.sum()
@@ -112,7 +114,9 @@ class KTOLoss(AnswerLoss):
         for document, targets in zip(tokens, labels, strict=True):
             # Labels are shifted: the last token of a prompt has the first label, the first token of the answer.
             labeled = (targets != CROSS_ENTROPY_IGNORE_IDX).nonzero()
-            last_prompt_token = int(labeled[0]) if len(labeled) else len(document) - 1
+            last_prompt_token = len(document) - 1  # of a filler, which has no labels
+            if len(labeled):
+                last_prompt_token = int(labeled[0])
             ignored = torch.full_like(targets[:last_prompt_token], CROSS_ENTROPY_IGNORE_IDX)
             prompts.append((document[: last_prompt_token + 1], ignored))
             answers.append((document[last_prompt_token + 1 :], targets[last_prompt_token:]))
@@ -133,7 +137,12 @@ class KTOLoss(AnswerLoss):
         device = tokens[0].device
         documents = Documents.from_lengths([len(document) for document in new_tokens], device)
         positions = documents.positions().to(device)
-        mismatched = Batch(torch.cat(new_tokens)[None], torch.cat(new_labels)[None], positions[None], documents)
+        mismatched = Batch(
+            tokens=torch.cat(new_tokens)[None],  # [1, s]
+            labels=torch.cat(new_labels)[None],
+            input_pos=positions[None],
+            documents=documents,
+        )
         return mismatched.to(batch.tokens.device, non_blocking=True)
 
 

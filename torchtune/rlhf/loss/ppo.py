@@ -8,6 +8,7 @@ from torchtune.modules.loss import LossError
 from torchtune.rlhf.loss._base import Metrics, TokenLoss
 from torchtune.rlhf.rewards import masked_mean
 
+# Per-token entries of a batch, from `torchtune.rlhf.ppo_updates`.
 _ENTRIES = ("sampled", "advantages", "returns", "values")
 
 
@@ -112,7 +113,10 @@ class PPOLoss(TokenLoss):
         total = loss * num_tokens
         if self.balance is not None:
             total = self.balance.add_to(total, num_tokens)
-        return total, {name: (mean.float() * num_tokens, num_tokens) for name, mean in means.items()}
+        metrics = {}
+        for name, mean in means.items():
+            metrics[name] = (mean.float() * num_tokens, num_tokens)
+        return total, metrics
 
     def forward(
         self,
@@ -147,7 +151,9 @@ class PPOLoss(TokenLoss):
 
         value_change = (phi_values - phi_old_values).clamp(-self.value_clip_range, self.value_clip_range)
         clipped_values = phi_old_values + value_change
-        squared_errors = torch.maximum((phi_values - returns).square(), (clipped_values - returns).square())
+        errors = (phi_values - returns).square()
+        clipped_errors = (clipped_values - returns).square()
+        squared_errors = torch.maximum(errors, clipped_errors)
         value_loss = 0.5 * _mean(squared_errors, value_padding_masks)
 
         loss = policy_loss + self.value_coeff * value_loss
@@ -157,6 +163,7 @@ class PPOLoss(TokenLoss):
 
 
 def _mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the mean of the values where the mask is True, of all without a mask."""
     if mask is None:
         return values.mean()
     return masked_mean(values, mask)

@@ -204,7 +204,8 @@ class RerankListwiseLoss(RerankLoss):
         log_probs = _log_softmax(scores / self.temperature, is_candidate)
         losses = -(is_candidate * (targets * log_probs)).sum(1)  # [n], the same for all pairs of a query
         with torch.no_grad():
-            ranks = 1 + (is_candidate & (scores[None] > scores[:, None])).sum(1)  # [n]
+            is_above = is_candidate & (scores[None] > scores[:, None])  # [n, n], whether pair j is above pair i
+            ranks = 1 + is_above.sum(1)  # [n]
             reciprocal_ranks = torch.where(labels > 0, 1.0 / ranks, 0.0)
             best = (is_candidate * reciprocal_ranks).amax(1)  # [n], of the query
         return losses, {"reranking/accuracy": best == 1, "reranking/mrr": best}

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -166,21 +166,23 @@ def test_an_episode_without_tools_equals_an_answer_bit_for_bit(make, prompts):
         def reset(self) -> None: ...
 
     environments = make(Silent, tool_format=None)
-    answers = environments._sampler([prompt.tokens for prompt in prompts], 4, SEEDS)
+    token_ids = [prompt.tokens for prompt in prompts]
+    answers = environments._sampler(token_ids, 4, SEEDS)
     for episode, answer in zip(environments(prompts, 4, SEEDS), answers, strict=True):
         assert torch.equal(episode.tokens, answer.tokens)
         assert torch.equal(episode.log_probs, answer.log_probs)
         assert episode.finished == answer.finished
         assert episode.reward is None
     greedy = [episode.answer for episode in environments(prompts, 1)]
-    assert greedy == [episode.answer for episode in environments._sampler([prompt.tokens for prompt in prompts], 1)]
+    assert greedy == [rollout.answer for rollout in environments._sampler(token_ids, 1)]
 
 
 class Faulty(Notes):
     """Fails in one of many ways, if the episode gets there; one in sixteen works."""
 
     FAULTS = ("build", "raise", "exit", "object", "no Unicode", "hang", "reset", "observation", "reward", "nan", "huge")
-    numbers, injected = itertools.count(), []
+    numbers = itertools.count()
+    injected: ClassVar[list[str]] = []
     is_over = threading.Event()
 
     def __init__(self) -> None:
@@ -199,7 +201,9 @@ class Faulty(Notes):
     def reset(self, start: str, seed: int) -> Any:
         if self._has("reset"):
             raise RuntimeError("no start")
-        return 7 if self._has("observation") else super().reset(start, seed)
+        if self._has("observation"):
+            return 7
+        return super().reset(start, seed)
 
     def note(self, text: str) -> Any:
         """Note a text."""
@@ -211,12 +215,18 @@ class Faulty(Notes):
             Faulty.is_over.wait(60.0)
         if self._has("no Unicode"):
             return "\ud800"
-        return object() if self._has("object") else super().note(text)
+        if self._has("object"):
+            return object()
+        return super().note(text)
 
     def get_reward(self) -> Any:
         if self._has("reward"):
             raise KeyError("score")
-        return math.nan if self._has("nan") else 10**400 if self._has("huge") else super().get_reward()
+        if self._has("nan"):
+            return math.nan
+        if self._has("huge"):
+            return 10**400
+        return super().get_reward()
 
     def close(self) -> None:
         if self.cannot_close:
@@ -225,7 +235,8 @@ class Faulty(Notes):
 
 
 def test_failed_episodes_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
-    environments, size = make(Faulty, timeout=3.0, max_turns=2), 480
+    size = 480
+    environments = make(Faulty, timeout=3.0, max_turns=2)
     Faulty.injected.clear()
     episodes = environments(prompts, size, SEEDS)
     Faulty.is_over.set()

@@ -29,7 +29,8 @@ class _Handler(JSONHandler):
 
     def do_POST(self) -> None:
         body = self.read_json()
-        params, counters = body["params"], self.server.counters
+        params = body["params"]
+        counters = self.server.counters
         session = params.get("session_id")
         result = None
         if body["method"] == "tools/list":
@@ -136,8 +137,8 @@ def test_gymnasium_adds_up_rewards_until_the_end():
     pytest.importorskip("gymnasium", reason="the extra gymnasium is not installed")
     lake = Gymnasium("FrozenLake-v1", is_slippery=False)
     assert "[S]FFF" in lake.reset(seed=2**40)
-    assert "is no action" in lake.act("7")
-    assert "is no action" in lake.act("left")
+    assert "is not an action" in lake.act("7")
+    assert "is not an action" in lake.act("left")
     for action in "112122":
         assert not lake.done
         text = lake.act(action)
@@ -151,8 +152,13 @@ def test_textarena_gives_the_reward_of_the_game():
     pytest.importorskip("textarena", reason="the extra textarena is not installed")
     game = TextArena("GuessTheNumber-v0")
     assert "number between 1 and 20" in game.reset(seed=5)
-    low, high = 1, 20
+    low = 1
+    high = 20
     while not game.done:
-        text = game.act(f"[{(low + high) // 2}]")
-        low, high = ((low + high) // 2 + 1, high) if "higher" in text else (low, (low + high) // 2 - 1)
+        guess = (low + high) // 2
+        text = game.act(f"[{guess}]")
+        if "higher" in text:
+            low = guess + 1
+        else:
+            high = guess - 1
     assert game.get_reward() == 1.0

@@ -79,7 +79,8 @@ def test_bridge_equals_the_tokens_that_the_template_renders_between_turns(name, 
     for calls in (1,) if one_call_only else (1, 2):
         turns = conversation(calls, reasons)
         tokens, mask = tokenizer.tokenize_messages(turns, tools=TOOLS)
-        start, end = mask.index(False), len(mask) - mask[::-1].index(False)
+        start = mask.index(False)
+        end = len(mask) - mask[::-1].index(False)
         bridge = Bridge(tokenizer, TOOLS)
         replies = [f"Found {i} there" for i in range(calls)]
         between = bridge([CALL] * calls, replies)
@@ -91,7 +92,8 @@ def test_bridge_equals_the_tokens_that_the_template_renders_between_turns(name, 
         assert tokenizer.decode(prompt, skip_special_tokens=False) == tokenizer.render_template(
             turns[:1], add_generation_prompt=True, tools=TOOLS
         )
-        if (tool_format := TEMPLATES[name][1]) is not None:
+        tool_format = TEMPLATES[name][1]
+        if tool_format is not None:
             assert detect_format((PUBLISHED / f"{name}.jinja").read_text()) == tool_format
             assert parse_calls(sampled, tool_format, parameters_of(TOOLS)) == [CALL] * calls
 

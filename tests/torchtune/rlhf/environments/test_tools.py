@@ -1,5 +1,6 @@
-"""Tool calls that models write: right ones, broken ones, and what the model is told of them."""
+"""Tools: their definitions, and calls that models write: right ones, broken ones, and the reply to these."""
 
+import re
 from typing import Any, Literal
 
 import pytest
@@ -188,4 +189,7 @@ def test_an_invalid_call_is_explained_to_the_model(tool_format, text, said):
 )
 def test_arguments_are_checked_before_a_tool_runs(call, said):
     error = check_call(call, SCHEMAS)
-    assert (error is None) if said is None else __import__("re").search(said, error)
+    if said is None:
+        assert error is None
+    else:
+        assert re.search(said, error)

@@ -14,7 +14,7 @@ import torch
 from tests.serving import serving
 from tests.tiny import write_tokenizer
 from torchtune.rlhf import RewardSum, Rollout, RolloutError
-from torchtune.rlhf._server_sampler import RequestSettings, TransformersServer, VLLMServer
+from torchtune.rlhf._servers import RequestSettings, TransformersServer, VLLMServer
 from torchtune.rlhf.reward_functions import JudgeReward
 
 SETTINGS = RequestSettings(
@@ -27,7 +27,8 @@ PROMPT = [1, 70]
 class Replies(socketserver.ThreadingTCPServer):
     """Sends the bytes of ``pieces`` to whoever asks, ``pause`` seconds after each."""
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
     pieces: Any = ()
     pause = 0.0
     asked: tuple[str, Any] = ("", None)  # the last path and body
@@ -42,7 +43,8 @@ class Replies(socketserver.ThreadingTCPServer):
         body = content if isinstance(content, str | bytes) else json.dumps(content)
         if isinstance(body, str):
             body = OK + b"Content-Length: %d\r\n\r\n" % len(body.encode()) + body.encode()
-        self.pieces, self.pause = [body], 0.0
+        self.pieces = [body]
+        self.pause = 0.0
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -88,28 +90,28 @@ def test_a_valid_reply_becomes_a_rollout(server):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[" * 100_000, "is no JSON"),
-        ('{"choices": [' + "9" * 5000 + "]}", "is no JSON"),
-        ("", "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"choices": [' + "9" * 5000 + "]}", "is not JSON"),
+        ("", "is not JSON"),
         (None, "without choices"),
         ({"model": "m", "choices": None}, "without choices"),
-        ({"model": "m", "choices": []}, "gave 0 answers in the place of 1"),
+        ({"model": "m", "choices": []}, "gave 0 answers instead of 1"),
         ({"model": 7, "choices": [choice()]}, "answers with the model 7, not with 'm'"),
         (choice(index="0"), "does not number its answers"),
         (choice(token_ids="52"), "without token ids and a log-prob for each"),
         (choice(token_ids=[5]), "without token ids and a log-prob for each"),
-        (choice(token_ids=[True, 2]), "True is no token id below 300"),
-        (choice(token_ids=[-100, 2]), "-100 is no token id below 300"),
-        (choice(token_ids=[10**30, 2]), "1000000000000000000000000000000 is no token id"),
-        (choice(token_ids=[[5], [2]]), "a list is no token id"),
+        (choice(token_ids=[True, 2]), "True is not a token id below 300"),
+        (choice(token_ids=[-100, 2]), "-100 is not a token id below 300"),
+        (choice(token_ids=[10**30, 2]), "1000000000000000000000000000000 is not a token id"),
+        (choice(token_ids=[[5], [2]]), "a list is not a token id"),
         (choice(token_ids=[5] * 5, log_probs=[-1.0] * 5), "an answer of 5 tokens, and max_new_tokens is 4"),
         (choice(logprobs=[1, 2]), "without token ids and a log-prob for each"),
         (choice(log_probs=[-1.0, None]), "without token ids and a log-prob for each"),
-        (choice(log_probs=["-1", -1.0]), "the log-prob '-1', which is no number"),
-        (choice(log_probs=[math.nan, -1.0]), "the log-prob nan, which is no number from -9999 to 0"),
-        (choice(log_probs=[-9999.0, -1.0]), "the log-prob -9999.0, which is no number"),
-        (choice(log_probs=[-(10**400), -1.0]), "which is no number"),
-        (choice(log_probs=[0.7, -1.0]), "the log-prob 0.7, which is no number"),
+        (choice(log_probs=["-1", -1.0]), "the log-prob '-1', which is not a number"),
+        (choice(log_probs=[math.nan, -1.0]), "the log-prob nan, which is not a number from -9999 to 0"),
+        (choice(log_probs=[-9999.0, -1.0]), "the log-prob -9999.0, which is not a number"),
+        (choice(log_probs=[-(10**400), -1.0]), "which is not a number"),
+        (choice(log_probs=[0.7, -1.0]), "the log-prob 0.7, which is not a number"),
         (choice(prompt_token_ids=[9]), "other tokens than this model"),
     ],
 )
@@ -138,7 +140,7 @@ def test_an_invalid_list_of_models_is_refused(server, data):
         ("a", [2, 1.5], "does not say how many tokens"),
         ("a", [2, -1], "does not say how many tokens"),
         ("a", [2, 9], "an answer of 9 tokens, and max_new_tokens is 4"),
-        ("a", [3, 1], "reads 3 tokens in the place of the prompt's 2"),
+        ("a", [3, 1], "reads 3 tokens instead of the prompt's 2"),
         (None, [2, 1], "without a text, its text is None"),
     ],
 )
@@ -171,7 +173,8 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
     ],
 )
 def test_a_reply_beyond_the_size_limit_is_refused(server, pieces, said):
-    server.pieces, server.pause = pieces, 0.0
+    server.pieces = pieces
+    server.pause = 0.0
     with pytest.raises(RolloutError) as caught:
         VLLMServer(server.url, "m", SETTINGS).sample(PROMPT, 1, 3)
     assert said in str(caught.value)
@@ -181,8 +184,11 @@ def test_a_reply_beyond_the_size_limit_is_refused(server, pieces, said):
 @pytest.mark.parametrize("begin", [OK + b"Content-Length: 9999\r\n\r\n", CHUNKED + b"fff\r\n"])
 def test_a_slow_reply_ends_with_the_timeout_and_is_requested_once(server, begin):
     """Not once more for each answer, to say which row it was: with a timeout of minutes that would be hours."""
-    server.pieces, server.pause, server.count = [begin, *[b"H"] * 600], 0.1, 0
-    judge, started = JudgeReward(server.url, "m", "{text}", timeout=0.5), time.monotonic()
+    server.pieces = [begin, *[b"H"] * 600]
+    server.pause = 0.1
+    server.count = 0
+    judge = JudgeReward(server.url, "m", "{text}", timeout=0.5)
+    started = time.monotonic()
     with pytest.raises(RolloutError, match=r"fails for rows 1, 2: .*has not answered within 0.5 s"):
         RewardSum([judge])([{}] * 2, ["yes", "no"], [1, 2])
     assert time.monotonic() - started < 30, "the drip goes on for a minute"
@@ -209,8 +215,8 @@ def test_a_verdict_without_a_score_drops_the_answer(server):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (said(7), "replies with no text but a int"),
-        ("<html>", "is no JSON"),
+        (said(7), "replies with a int instead of a text"),
+        ("<html>", "is not JSON"),
         ({}, "without choices"),
         (b"HTTP/1.1 404 Not Found\r\n\r\nno model 'm' here", "with 404 Not Found: no model 'm' here"),
     ],
@@ -225,7 +231,7 @@ def test_an_unreachable_judge_and_a_missing_column_are_refused():
     judge = RewardSum([JudgeReward("http://127.0.0.1:9/v1", "m", QUESTION)])
     with pytest.raises(RolloutError, match="No server answers at http://127"):
         judge([{"question": "?"}], ["yes"])
-    with pytest.raises(RolloutError, match="the prompt names 'question', which is no column"):
+    with pytest.raises(RolloutError, match="the prompt names 'question', which is not a column"):
         judge([{}], ["yes"])
 
 
@@ -236,5 +242,5 @@ def test_log_probs_of_a_user_sampler_are_checked(value):
     with pytest.raises(RolloutError, match=r"an answer of 2 tokens log-probs of shape \[1\]"):
         Rollout(torch.tensor([1, 5, 2]), 1, torch.tensor([-1.0]), True)
     for tokens in (torch.tensor([1, 4.5]), torch.tensor([1, -100]), torch.tensor([[1, 2]])):
-        with pytest.raises(RolloutError, match="tokens that are no ids"):
+        with pytest.raises(RolloutError, match="tokens that are not token ids"):
             Rollout(tokens, 1, None, True)

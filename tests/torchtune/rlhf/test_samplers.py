@@ -23,7 +23,7 @@ from tests.torchtune.rlhf.test_grpo import token_scores
 from torchtune.modules.conversion import Conversion, ConversionReport, Phase, apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf import LocalSampler, RolloutError, ServerSampler, collate_rollouts, setup_policy_loss
-from torchtune.rlhf._server_sampler import VLLMServer
+from torchtune.rlhf._servers import VLLMServer
 from torchtune.rlhf.loss import GRPOLoss
 from torchtune.tokenizers import hf_tokenizer
 
@@ -114,14 +114,15 @@ def test_a_server_with_stale_weights_ends_the_run(checkpoint, make):
 def test_answers_of_another_distribution_are_refused(fault, said, checkpoint, make):
     with tiny_server(checkpoint, fault) as server:
         sampler = make(server, max_new_tokens=24, max_difference=9.0)
-        with pytest.raises(RolloutError, match=r"are no draws from the model's distribution") as caught:
+        with pytest.raises(RolloutError, match=r"are not samples from the model's distribution") as caught:
             sampler(PROMPTS, 24, [1, 2])
     assert re.search(said, str(caught.value)), str(caught.value)
 
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_another_server_answers_while_one_is_down(adapters, checkpoint, make, caplog):
-    prompts, seeds = [*PROMPTS, *PROMPTS], [1, 2, 3, 4]
+    prompts = [*PROMPTS, *PROMPTS]
+    seeds = [1, 2, 3, 4]
     with tiny_server(checkpoint) as first:
         with tiny_server(checkpoint, "dies") as second:
             port = second.server_port
@@ -287,10 +288,8 @@ def test_vllm_gets_merged_weights_for_adapters_that_peft_lacks():
         def owned_parameters(self, model):
             return {"scale"}
 
-    server, model = (
-        VLLMServer("http://localhost:1/v1", None, None),
-        torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta")),
-    )
+    server = VLLMServer("http://localhost:1/v1", None, None)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, device="meta"))
     assert server.contents(model) == "model"
     apply_conversions(model, [LoRA(rank=2, target_modules=["0"])])
     assert server.contents(model) == "adapter"
