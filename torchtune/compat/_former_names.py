@@ -155,7 +155,7 @@ _CHECKPOINT_HELPERS = (
 NAMES = {
     "torchtune.config._utils._get_component_from_path": "torchtune.config.locate",
     "torchtune.config._utils._has_component": "torchtune.config._document.is_component",
-    **_names("torchtune.config._utils", "torchtune.compat._former_config", "_merge_yaml_and_cli_args"),
+    **_names("torchtune.config._utils", "torchtune.compat._former_training", "_merge_yaml_and_cli_args"),
     **_names("torchtune.config._parse", "torchtune.compat", "TuneRecipeArgumentParser"),
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
     "torchtune.data._utils.chain": "torchtune.compat._former_datasets.chain",
