@@ -20,9 +20,9 @@ One word per thing, in this package and its messages:
 - **checkpoint**: a folder ``epoch_N`` or ``step_N``, **complete** if it has the marker. **State**: what a resume needs
   besides the weights. **Export**: the files of one model in a checkpoint, as other libraries load them.
 
-On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_open`` and
-``_weight_files`` (its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``,
-``_export`` (which files), ``_model_weights`` and ``_save`` (all ranks write).
+On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files`` (its
+slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
+files), ``_model_weights`` and ``_save`` (all ranks write).
 """
 
 from torchtune._lazy import attach_stub

@@ -18,9 +18,15 @@ from torchtune.checkpoints._model_weights import (
     groups_by_weight,
     identity,
 )
-from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
 from torchtune.checkpoints._save import TensorGroup
-from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, check_exists, read_json
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    check_exists,
+    open_weight_files,
+    read_json,
+)
 from torchtune.models import (
     PEFT_PREFIX,
     Description,

@@ -34,7 +34,6 @@ from torchtune.checkpoints._export import (
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import (
     Candidate,
     ModelsOfRun,
@@ -48,7 +47,7 @@ from torchtune.checkpoints._resume import (
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
-from torchtune.checkpoints._weight_files import CheckpointError, find_files
+from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training import share_rng_state

@@ -23,9 +23,14 @@ from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors
 from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._save import TensorGroup, save_tensors
-from torchtune.checkpoints._weight_files import CheckpointError, read_json, resolve_files, safe_torch_load
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    open_weight_files,
+    read_json,
+    resolve_files,
+    safe_torch_load,
+)
 from torchtune.models import (
     Description,
     FusedAdapter,

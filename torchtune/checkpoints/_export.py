@@ -19,9 +19,8 @@ from torchtune.checkpoints._adapter import (
 )
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, SaveView
-from torchtune.checkpoints._open import TextDecoderFiles
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, read_json
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextDecoderFiles, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer

@@ -35,8 +35,14 @@ from torchtune.checkpoints._model_weights import (
     materialize,
     replaced_parameters,
 )
-from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
-from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, read_json, resolve_files
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    open_weight_files,
+    read_json,
+    resolve_files,
+)
 from torchtune.models import (
     Description,
     Group,

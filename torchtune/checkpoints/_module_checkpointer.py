@@ -9,11 +9,16 @@ from torch import nn
 
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files, write_extra_files
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
 from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._state import load_state, rank_state
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, WeightFiles, find_files
+from torchtune.checkpoints._weight_files import (
+    SAFETENSORS_INDEX,
+    CheckpointError,
+    WeightFiles,
+    find_files,
+    open_weight_files,
+)
 from torchtune.tokenizers import SavableTokenizer
 from torchtune.training.parallel import Ranks
 from torchtune.utils import doing, write_json
