@@ -382,8 +382,10 @@ def gather_cpu_state_dict(
 
 def _gather(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
     """Return the full tensor; a shard in host memory is gathered on ``device``."""
-    if isinstance(tensor, DTensor) and device is not None and tensor.device.type != torch.device(device).type:
-        tensor = tensor.to(device)
+    if isinstance(tensor, DTensor) and device is not None:
+        is_elsewhere = tensor.device.type != torch.device(device).type
+        if is_elsewhere:  # the process group may have no backend for host memory
+            tensor = tensor.to(device)
     return full_tensor(tensor)
 
 

@@ -50,7 +50,8 @@ def to_device(values: Any, device: "torch.device", dtype: "torch.dtype | None" =
 
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def fill_from_cpu(tensor: "torch.Tensor", fill: "Callable[[torch.Tensor], Any]") -> None:
@@ -124,7 +125,7 @@ def parse_device(device: str | None) -> "torch.device":
         raise UserError(f"device: '{device}' is not a device name: use one of {names}{hint}.") from error
 
 
-def find_device(device: str | None = None) -> "torch.device":
+def find_device(device: str | None) -> "torch.device":
     """Convert a name to a device of this machine, without initializing the device.
 
     Raises:
@@ -142,7 +143,9 @@ def find_device(device: str | None = None) -> "torch.device":
     if chosen.type in ("cpu", "mps"):
         return chosen
     count = getattr(torch, chosen.type).device_count()
-    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
+    index = chosen.index
+    if index is None:  # the processes of a machine have a device each
+        index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= count:
         raise UserError(f"device: '{chosen.type}:{index}' was asked for, but this machine has {count}.")
     return torch.device(chosen.type, index)

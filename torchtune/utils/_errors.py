@@ -30,7 +30,10 @@ class UserError(Exception):
 
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, or its class name if the message is empty."""
-    return str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
+    line = str(error).strip().partition("\n")[0].rstrip(". ")
+    if not line:
+        return type(error).__name__
+    return line
 
 
 class LostRankError(RuntimeError):

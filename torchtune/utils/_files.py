@@ -60,8 +60,11 @@ class WriteError(UserError):
 def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
     """Convert an ``OSError`` of a write to ``path`` to an error for the user; unknown errors are returned unchanged."""
     # numpy's error after a partial write has no error number.
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
-        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
+    is_partial_write = error.errno is None and str(error).endswith(" written")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or is_partial_write:
+        free = 0.0
+        if path.parent.exists():
+            free = shutil.disk_usage(path.parent).free / 2**20
         return WriteError(
             f"No space left while writing {path} ({free:.0f} MiB free)",
             "nothing that was saved before is lost; free some space or choose a folder on another disk",
@@ -79,7 +82,8 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
         )
     if error.errno in (errno.EACCES, errno.EROFS):
         return WriteError(f"No permission to write {path}", "choose another folder or change its permissions")
-    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG) or not path.parent.exists():
+    is_wrong_path = error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+    if is_wrong_path or not path.parent.exists():
         return WriteError(f"{path} cannot be written ({error.strerror})", "choose another path")
     return error
 
@@ -131,8 +135,10 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
+        permissions = 0o600 if private else 0o666
+        encoding = None if "b" in mode else "utf-8"
+        opener = functools.partial(os.open, mode=permissions)  # from the start, not after the first bytes
+        with open(temporary, mode, encoding=encoding, opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -170,8 +176,10 @@ def atomic_directory(
         True
     """
     path = Path(path)
-    unique = uuid.uuid4().hex[:8]
-    temporary = path.with_name(f".{path.name}.{unique}.tmp" if not keep_on else f".{path.name}.part")
+    if keep_on:
+        temporary = path.with_name(f".{path.name}.part")
+    else:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     is_kept = False
     try:
         temporary.mkdir(parents=True, exist_ok=bool(keep_on))
@@ -180,6 +188,7 @@ def atomic_directory(
         except keep_on:
             is_kept = True
             raise
+        # Before the rename: a file system may write the rename before the bytes of the files.
         _fsync_tree(temporary)
         replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
         if replace and path.exists():
@@ -205,12 +214,15 @@ def clear_leftovers(path: Path) -> None:
     Call it only while holding a lock, because a running call has folders with the same names.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(\.old)?\.tmp")
-    for left in sorted(path.parent.iterdir()):
-        match = pattern.fullmatch(left.name)
-        if match and match[1] and not path.exists():
-            os.rename(left, path)
-        elif match:
-            shutil.rmtree(left)
+    for leftover in sorted(path.parent.iterdir()):
+        match = pattern.fullmatch(leftover.name)
+        if match is None:
+            continue
+        is_former_folder = match[1] is not None
+        if is_former_folder and not path.exists():
+            os.rename(leftover, path)
+        else:
+            shutil.rmtree(leftover)
 
 
 class AppendedFile:
@@ -235,8 +247,9 @@ class AppendedFile:
     def write_line(self, line: str) -> None:
         """Append a line, or several with line breaks between them."""
         data = f"{line}\n".encode("utf-8", "replace")
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        while data:  # a write may be partial
+            num_written = os.write(self._descriptor, data)
+            data = data[num_written:]
 
     def close(self) -> None:
         """Close the file."""
@@ -291,18 +304,14 @@ def refuse_foreign(path: str | Path, key: str = "") -> None:
             except OSError:  # missing or not readable: opening it raises the error
                 break
             if parent_is_shared and status.st_uid not in trusted:
+                kind = "file"
+                if stat.S_ISLNK(status.st_mode):
+                    kind = "link"
+                elif stat.S_ISDIR(status.st_mode):
+                    kind = "folder"
                 setting = f"{key}: " if key else ""
                 raise ForeignPathError(
-                    f"{setting}the {_kind_of(status.st_mode)} {part} belongs to another user of this machine (uid "
-                    f"{status.st_uid}), who may have put anything there: use a folder of your own, such as one in your "
-                    "home, or remove it."
+                    f"{setting}the {kind} {part} belongs to another user of this machine (uid {status.st_uid}), who "
+                    "may have put anything there: use a folder of your own, such as one in your home, or remove it."
                 )
             parent_is_shared = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_IWOTH)
-
-
-def _kind_of(mode: int) -> str:
-    if stat.S_ISLNK(mode):
-        return "link"
-    if stat.S_ISDIR(mode):
-        return "folder"
-    return "file"

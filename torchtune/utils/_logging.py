@@ -66,8 +66,9 @@ def above_bars(stream: Any) -> Iterator[None]:
         ...     print("step_10 was saved.")
         step_10 was saved.
     """
-    tqdm = sys.modules.get("tqdm")  # without it, there is no bar
-    bars = [] if tqdm is None else _bars_on(stream, tqdm.tqdm)
+    bars = []
+    if "tqdm" in sys.modules:  # without it, there is no bar
+        bars = _bars_on(stream, sys.modules["tqdm"].tqdm)
     for bar in bars:
         bar.clear(nolock=True)
     yield
@@ -77,13 +78,14 @@ def above_bars(stream: Any) -> Iterator[None]:
 
 
 def _bars_on(stream: Any, tqdm: type) -> list[Any]:
+    """Return the progress bars that show where ``stream`` does."""
     try:
         bars = list(tqdm._instances)
     except RuntimeError:  # another thread makes a bar at this moment
         return []
-    # Standard output and standard error usually show on the same screen.
-    screens = (sys.stdout, sys.stderr)
-    streams = screens if stream in screens else (stream,)
+    streams = (stream,)
+    if stream in (sys.stdout, sys.stderr):  # which usually show on the same screen
+        streams = (sys.stdout, sys.stderr)
     return [bar for bar in bars if not bar.disable and bar.fp in streams]
 
 
@@ -255,7 +257,10 @@ def dump_stacks_after(seconds: float | None) -> None:
 
 
 def _stacks_file() -> Any:
-    return sys.__stderr__ if _file is None or _file.descriptor is None else _file.descriptor
+    """Return the descriptor of the log file, or stderr without one; faulthandler takes both."""
+    if _file is None or _file.descriptor is None:
+        return sys.__stderr__
+    return _file.descriptor
 
 
 def note_in_run_log(text: str) -> None:
@@ -299,7 +304,9 @@ def was_said() -> bool:
 def _error_folder() -> Path | None:
     """Return the folder that torchrun's workers of this machine share, two levels above a worker's error file."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return None if error_file is None else Path(error_file).parents[1]
+    if error_file is None:
+        return None
+    return Path(error_file).parents[1]
 
 
 def _error_record(text: str) -> logging.LogRecord:
@@ -309,6 +316,7 @@ def _error_record(text: str) -> logging.LogRecord:
 def _log_warning(
     message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
 ) -> None:
+    """Write a warning to the log file, and show it on rank 0; replaces ``warnings.showwarning``."""
     if file is None and _file is not None:
         text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
         _file.handle(logging.LogRecord("torchtune", logging.WARNING, filename, lineno, text, None, None))
@@ -317,6 +325,7 @@ def _log_warning(
 
 
 def _log_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Write the error that ends the process to the log file, with its traceback; replaces ``sys.excepthook``."""
     note_in_run_log("".join(traceback.format_exception(kind, error, trace)).rstrip())
     _previous_excepthook(kind, error, trace)
 

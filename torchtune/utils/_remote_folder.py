@@ -64,8 +64,9 @@ class RemoteFolder:
         try:
             self._fs, self._path = core.url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = _EXTRAS.get(protocol)
-            remedy = f"pip install 'torchtune[{extra}]'" if extra else "install that package"
+            remedy = "install that package"
+            if protocol in _EXTRAS:
+                remedy = f"pip install 'torchtune[{_EXTRAS[protocol]}]'"
             raise RemoteError(
                 f"{key}: {url} needs a package that is not installed ({first_line(error)}): {remedy}."
             ) from error
@@ -116,7 +117,11 @@ class RemoteFolder:
             except FileNotFoundError:
                 return {}
         prefix = f"{self._path}/"
-        return {path.removeprefix(prefix): info for path, info in listing.items() if path.startswith(prefix)}
+        files = {}
+        for path, info in listing.items():
+            if path.startswith(prefix):  # a URL of a file lists the file itself
+                files[path.removeprefix(prefix)] = info
+        return files
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it does not exist."""
@@ -266,8 +271,10 @@ def local_path(path: str | Path, key: str) -> Path:
 
 def _version(info: dict[str, Any]) -> list[Any]:
     """Return what changes when an object is replaced: its size, and its tag or time."""
-    tag = info.get("ETag") or info.get("etag") or info.get("md5Hash") or info.get("mtime") or info.get("LastModified")
-    return [info["size"], str(tag)]
+    for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified"):  # each file system has one of them
+        if info.get(key):
+            return [info["size"], str(info[key])]
+    return [info["size"], str(None)]
 
 
 def _read_record(path: Path) -> dict[str, list[Any]] | None:
