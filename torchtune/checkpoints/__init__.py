@@ -15,13 +15,13 @@ One word per thing, in this package and its messages:
   one of several files that hold a model.
 - **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
 - **source**: where one model of a run comes from: a folder, its weight files and its adapter; it **loads** a model.
-- **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** holds a
-  store, and has the arguments of configs.
+- **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** is a
+  store of one model, with the arguments of configs.
 - **checkpoint**: a folder ``epoch_N`` or ``step_N``, **complete** if it has the marker. **State**: what a resume needs
   besides the weights. **Export**: the files of one model in a checkpoint, as other libraries load them.
 
-On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files`` (its
-slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
+On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files``
+(its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
 files), ``_model_weights`` and ``_save`` (all ranks write).
 """
 

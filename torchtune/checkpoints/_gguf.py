@@ -33,19 +33,19 @@ from torchtune.training.parallel import LocalShard, full_slices
 from torchtune.utils import atomic_directory, get_logger, require, sign_of_life, write_json
 
 # general.architecture -> architecture in a Hugging Face config.json
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Maximum number of values in a header, where a string counts as two: the largest vocabularies have about a million
 # tokens and merges.
 _MAX_READS = 2**23
 
 # tokenizer.ggml.token_type
-NORMAL = 1
-CONTROL = 3
-USER_DEFINED = 4
-UNUSED = 5
+_NORMAL = 1
+_CONTROL = 3
+_USER_DEFINED = 4
+_UNUSED = 5
 # Name of a special token -> key of its id in the metadata.
-SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPECIAL_IDS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 # The published regular expressions of the two families; they differ in the number of digits per token.
 _SPLIT = (
@@ -126,7 +126,8 @@ class GGUFFile(WeightFiles):
                 f"{self.path}: the tensor '{name}' is quantized as {tensor.tensor_type.name}, which cannot be read: "
                 "use a file quantized as Q8_0, Q4_0, Q4_1, a K-quant, F16, BF16 or F32."
             ) from error
-        return torch.from_numpy(values.astype("float32")).reshape(self.shape(name))[slices or ...]
+        full = torch.from_numpy(values.astype("float32")).reshape(self.shape(name))
+        return full[slices or ...]
 
     def location(self) -> Path:
         """Return the file, for error messages."""
@@ -142,7 +143,42 @@ class GGUFFile(WeightFiles):
         Raises:
             CheckpointError: the kind of tokenizer is not supported.
         """
-        return _tokenizer_files(self)
+        try:
+            tokenizer = json.loads(_build_tokenizer(self).to_str())
+            ids = _special_ids(self)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other "
+                f"({error}): download it again."
+            ) from error
+        tokens = self.need("tokenizer.ggml.tokens")
+        settings = {
+            # For other classes, transformers replaces the file's pre-tokenizer by the default of the family.
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{f"{name}_token": tokens[index] for name, index in ids.items()},
+            "add_bos_token": _adds_bos(self),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": self.need("{arch}.context_length"),
+            "chat_template": self.get("tokenizer.chat_template"),
+        }
+        # Texts end with EOS, turns with EOT, and calls of tools with EOM.
+        stops = set()
+        for key in ("eos", "eot", "eom"):
+            token_id = self.get(f"tokenizer.ggml.{key}_token_id")
+            if token_id is not None:
+                stops.add(token_id)
+        generation = {
+            "bos_token_id": ids.get("bos"),
+            "eos_token_id": sorted(stops) if len(stops) > 1 else next(iter(stops), None),
+            "pad_token_id": ids.get("pad"),
+        }
+        return {
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": _without_none(settings),
+            "generation_config.json": _without_none(generation),
+        }
 
     def special_token_ids(self) -> dict[str, int]:
         """Return ``bos_token_id``, ``eos_token_id`` and ``pad_token_id``.
@@ -159,9 +195,11 @@ class GGUFFile(WeightFiles):
         return default if value is None else value
 
     def _value(self, key: str) -> Any:
-        contents = self._metadata.get(key)
+        if key not in self._metadata:
+            return None
+        read_contents = self._metadata[key]
         try:
-            return None if contents is None else contents()
+            return read_contents()
         except (ValueError, IndexError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path}: the metadata '{key}' is damaged ({error}): download it again."
@@ -190,12 +228,12 @@ class GGUFFile(WeightFiles):
     @cached_property
     def spec(self) -> ModelSpec:
         """The model family of the file."""
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in _ARCHITECTURES:
             raise CheckpointError(
                 f"{self.path}: the architecture '{self.architecture}' cannot be read from GGUF, only "
-                f"{', '.join(ARCHITECTURES)}."
+                f"{', '.join(_ARCHITECTURES)}."
             )
-        return spec_for_architecture(ARCHITECTURES[self.architecture])
+        return spec_for_architecture(_ARCHITECTURES[self.architecture])
 
     @cached_property
     def description(self) -> Description:
@@ -227,6 +265,7 @@ class GGUFFile(WeightFiles):
         layers = self.need("{arch}.block_count")
         if layers > len(names):  # before a model of so many layers is built: the number may be any
             raise CheckpointError(f"{self.path} lacks tensors: {layers} layers and {len(names)} tensors do not fit.")
+        norm_eps = self.need("{arch}.attention.layer_norm_rms_epsilon")
         # llama.cpp permutes the rows of queries and keys of Llama to the interleaved layout, and those of Qwen not.
         is_qwen = self.architecture.startswith("qwen")
         return Description(
@@ -246,7 +285,7 @@ class GGUFFile(WeightFiles):
             rope_base=float(self.get("{arch}.rope.freq_base", 10_000.0)),
             rope_layout="half" if is_qwen else "interleaved",
             rope_scaling=self._rope_scaling(),
-            norm_eps=_short_float(self.need("{arch}.attention.layer_norm_rms_epsilon")),
+            norm_eps=float(f"{norm_eps:.6g}"),  # the shortest decimal of a float32: 1e-05, not 9.999999747378752e-06
             tie_word_embeddings="output.weight" not in names,  # a tied weight is stored once
         )
 
@@ -260,14 +299,14 @@ class GGUFFile(WeightFiles):
         divisors = self.read("rope_freqs.weight")
         scaling = Llama3RopeScaling(factor=round(float(divisors.max()), 4))
         base = float(self.get("{arch}.rope.freq_base", 10_000.0))
-        if not torch.allclose(llama3_divisors(scaling, base, 2 * len(divisors)), divisors, rtol=1e-3):
+        if not torch.allclose(_llama3_divisors(scaling, base, 2 * len(divisors)), divisors, rtol=1e-3):
             raise CheckpointError(
                 f"{self.path}: its rotary frequency factors are not Llama 3.1's: use the Hugging Face checkpoint."
             )
         return scaling
 
 
-def llama3_divisors(scaling: Llama3RopeScaling, base: float, head_dim: int) -> torch.Tensor:
+def _llama3_divisors(scaling: Llama3RopeScaling, base: float, head_dim: int) -> torch.Tensor:
     """Return Llama 3.1's divisors of RoPE's frequencies, float32 ``[head_dim / 2]``."""
     # Llama 3.1 divides low frequencies by a factor and keeps high ones, with a linear transition between.
     frequencies = base ** -(torch.arange(0, head_dim, 2).double() / head_dim)
@@ -275,11 +314,6 @@ def llama3_divisors(scaling: Llama3RopeScaling, base: float, head_dim: int) -> t
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return (1 / ((1 - blend) / scaling.factor + blend)).float()
-
-
-def _short_float(value: float) -> float:
-    """Return the shortest decimal for a float32: 1e-05 instead of 9.999999747378752e-06."""
-    return float(f"{value:.6g}")
 
 
 def _make_reader(gguf: Any, path: Path) -> Any:
@@ -301,7 +335,7 @@ def _make_reader(gguf: Any, path: Path) -> Any:
     return Reader(path)
 
 
-def pre_tokenizers() -> dict[str, Callable[[], Any]]:
+def _pre_tokenizers() -> dict[str, Callable[[], Any]]:
     """Map ``tokenizer.ggml.pre`` to the pre-tokenizer."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -330,7 +364,7 @@ def _special_ids(file: GGUFFile) -> dict[str, int]:
     """Return the ids of special tokens. Raises ``CheckpointError`` for an id outside the vocabulary."""
     count = len(file.need("tokenizer.ggml.tokens"))
     ids = {}
-    for name, key in SPECIAL_IDS.items():
+    for name, key in _SPECIAL_IDS.items():
         index = file.get(f"tokenizer.ggml.{key}_token_id")
         if index is None:
             continue
@@ -349,7 +383,7 @@ def _build_tokenizer(file: GGUFFile) -> Any:
             f"{file.path}: its tokenizer is '{file.need('tokenizer.ggml.model')}', only byte-level BPE ('gpt2') can be "
             "read from GGUF: use the tokenizer files of the Hugging Face checkpoint."
         )
-    supported = pre_tokenizers()
+    supported = _pre_tokenizers()
     pre = file.get("tokenizer.ggml.pre")
     if pre is None:
         pre = "default"
@@ -363,9 +397,11 @@ def _build_tokenizer(file: GGUFFile) -> Any:
             "files of the Hugging Face checkpoint."
         )
     tokens = file.need("tokenizer.ggml.tokens")
-    types = file.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    types = file.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ")) for merge in file.need("tokenizer.ggml.merges")]
+    merges = []
+    for merge in file.need("tokenizer.ggml.merges"):
+        merges.append(tuple(merge.split(" ")))
     if len(vocab) != len(tokens):
         raise ValueError("the vocabulary has a token twice")
     # Llama 3's tokenizer takes a word of the vocabulary whole, even where its merges do not lead to it.
@@ -377,9 +413,10 @@ def _build_tokenizer(file: GGUFFile) -> Any:
     special = []
     user_defined = []
     for token, token_type in zip(tokens, types, strict=True):
-        if token_type == CONTROL:
+        if token_type == _CONTROL:
             special.append(AddedToken(token, special=True, normalized=False))
-        elif token_type == USER_DEFINED:  # found in the text before it is split, but kept when special ones are skipped
+        elif token_type == _USER_DEFINED:
+            # Found in the text before it is split, but kept when special tokens are skipped.
             user_defined.append(AddedToken(token, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(user_defined)
@@ -404,45 +441,6 @@ def _adds_bos(file: GGUFFile) -> bool:
     return bool(file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.pre") == "llama-bpe"))
 
 
-def _tokenizer_files(file: GGUFFile) -> dict[str, Any]:
-    try:
-        tokenizer = json.loads(_build_tokenizer(file).to_str())
-        ids = _special_ids(file)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{file.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other ({error}): "
-            "download it again."
-        ) from error
-    tokens = file.need("tokenizer.ggml.tokens")
-    settings = {
-        # For other classes, transformers replaces the file's pre-tokenizer by the default of the family.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{name}_token": tokens[index] for name, index in ids.items()},
-        "add_bos_token": _adds_bos(file),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": file.need("{arch}.context_length"),
-        "chat_template": file.get("tokenizer.chat_template"),
-    }
-    candidates = [
-        ids.get("eos"),
-        file.get("tokenizer.ggml.eot_token_id"),
-        file.get("tokenizer.ggml.eom_token_id"),
-    ]
-    stops = sorted({index for index in candidates if index is not None})
-    generation = {
-        "bos_token_id": ids.get("bos"),
-        "eos_token_id": stops if len(stops) > 1 else next(iter(stops), None),
-        "pad_token_id": ids.get("pad"),
-    }
-    return {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _without_none(settings),
-        "generation_config.json": _without_none(generation),
-    }
-
-
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
@@ -454,7 +452,7 @@ def export_gguf(
     file_type: str,
     output_dir: Path,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None,
 ) -> None:
     """Write a checkpoint as one GGUF file, one tensor at a time.
 
@@ -466,7 +464,7 @@ def export_gguf(
         groups: groups of the checkpoint's weight map.
         file_type: see :class:`torchtune.training.quantization.GGUFQuantizer`.
         output_dir: folder for ``model-<file_type>.gguf`` and the tokenizer's files, written atomically.
-        dtype: dtype to which weights are rounded before they are quantized; by default the checkpoint's.
+        dtype: dtype to which weights are rounded before they are quantized; None keeps the checkpoint's.
 
     Raises:
         CheckpointError: GGUF does not support the model or its tokenizer, or the checkpoint does not fit the model.
@@ -474,13 +472,16 @@ def export_gguf(
     """
     gguf = require("gguf", extra="gguf", purpose="Writing GGUF")
     spec, description = identity(model)
-    arch = next((name for name, hf in ARCHITECTURES.items() if hf in spec.architectures), None)
+    arch = None
+    for name, hf_architecture in _ARCHITECTURES.items():
+        if hf_architecture in spec.architectures:
+            arch = name
     if arch is None or "gguf" not in spec.weight_maps:
         raise CheckpointError(
-            f"quantizer: the family '{spec.name}' cannot be written as GGUF, only {', '.join(ARCHITECTURES)}: choose "
+            f"quantizer: the family '{spec.name}' cannot be written as GGUF, only {', '.join(_ARCHITECTURES)}: choose "
             "another quantizer."
         )
-    names = {group.tune[0]: group.external[0] for group in spec.weight_map("gguf").groups(description)}
+    gguf_names = {group.tune[0]: group.external[0] for group in spec.weight_map("gguf").groups(description)}
     types = {}
     for group in groups:
         for name in group.tune:
@@ -491,7 +492,8 @@ def export_gguf(
         source.carry_files(folder)
         writer = gguf.GGUFWriter(folder / f"model-{file_type}.gguf", arch)
         writer.add_name(source.checkpoint_dir.resolve().name)
-        writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if file_type == 'F32' else 'MOSTLY'}_{file_type}"])
+        name_of_type = "ALL_F32" if file_type == "F32" else f"MOSTLY_{file_type}"  # vectors are float32 in every file
+        writer.add_file_type(gguf.LlamaFileType[name_of_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in metadata.items():
             _add_metadata(writer, key, value)
@@ -503,7 +505,7 @@ def export_gguf(
         for name, quantization_type in types.items():
             shape = tuple(model.get_parameter(name).shape)
             byte_shape = gguf.quants.quant_shape_to_byte_shape(shape, quantization_type)
-            writer.add_tensor_info(names[name], byte_shape, byte_dtype, math.prod(byte_shape), quantization_type)
+            writer.add_tensor_info(gguf_names[name], byte_shape, byte_dtype, math.prod(byte_shape), quantization_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -574,7 +576,7 @@ def _divisors(description: Description) -> torch.Tensor | None:
         return None
     if not isinstance(scaling, Llama3RopeScaling):
         raise CheckpointError(f"quantizer: {type(scaling).__name__} cannot be written as GGUF.")
-    return llama3_divisors(scaling, description.rope_base, description.head_dim)
+    return _llama3_divisors(scaling, description.rope_base, description.head_dim)
 
 
 def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
@@ -586,7 +588,9 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         raise CheckpointError(f"quantizer: there is no {path}, whose vocabulary a GGUF file needs: put it there.")
     contents = read_json(path)
     model = contents.get("model", {})
-    pre = _pre_tokenizer_name(Tokenizer.from_file(str(path))) if model.get("type") == "BPE" else None
+    pre = None
+    if model.get("type") == "BPE":
+        pre = _pre_tokenizer_name(Tokenizer.from_file(str(path)))
     if pre is None or model.get("byte_fallback"):
         raise CheckpointError(
             f"quantizer: {path} is not a byte-level BPE with a pre-tokenizer that GGUF has a name for: choose a "
@@ -598,16 +602,19 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         vocab[text] = token["id"]
     # The model may have more rows than the tokenizer has tokens.
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-    types = [UNUSED] * vocab_size
+    types = [_UNUSED] * vocab_size
     for text, index in vocab.items():
         tokens[index] = text
         if text not in added_tokens:
-            types[index] = NORMAL
+            types[index] = _NORMAL
+        elif added_tokens[text]["special"]:
+            types[index] = _CONTROL
         else:
-            types[index] = CONTROL if added_tokens[text]["special"] else USER_DEFINED
+            types[index] = _USER_DEFINED
     merges = []
-    for merge in model["merges"]:  # text in older files, a pair in newer ones
-        merges.append(merge if isinstance(merge, str) else " ".join(merge))
+    for merge in model["merges"]:
+        is_pair = not isinstance(merge, str)  # in newer files; text in older ones
+        merges.append(" ".join(merge) if is_pair else merge)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -624,7 +631,7 @@ def _tokenizer_settings(folder: Path, vocab: dict[str, int]) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
     metadata: dict[str, Any] = {}
-    for name, key in SPECIAL_IDS.items():
+    for name, key in _SPECIAL_IDS.items():
         token = settings.get(f"{name}_token")
         if isinstance(token, dict):
             token = token.get("content")
@@ -643,7 +650,7 @@ def _pre_tokenizer_name(tokenizer: Any) -> str | None:
     if tokenizer.pre_tokenizer is None:
         return None
     cuts = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in _PROBES]
-    for name, make_pre_tokenizer in pre_tokenizers().items():
+    for name, make_pre_tokenizer in _pre_tokenizers().items():
         pre_tokenizer = make_pre_tokenizer()
         if [pre_tokenizer.pre_tokenize_str(text) for text in _PROBES] == cuts:
             return name

@@ -93,7 +93,8 @@ def quantize_checkpoint(
     """
     _require_quantizer(quantizer)
     folder = Path(output_dir)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_new:
         raise UserError(f"output_dir: {folder} is there already and is not overwritten: name a new folder.")
     if isinstance(quantizer, GGUFQuantizer):
         export_gguf(source, model, _checked_groups(source, model), quantizer.file_type, folder, dtype=dtype)
@@ -194,7 +195,10 @@ def _compressed_specs(
     row = torch.zeros(1, *weight.shape[1:], dtype=weight.dtype)
     specs = {}
     for key, tensor in _compress(quantizer, storage_format, name, row).items():
-        shape = (2,) if key.endswith(SHAPE) else (len(weight), tensor.shape[1])
+        if key.endswith(SHAPE):  # the only tensor that is not by rows: two integers
+            shape = (2,)
+        else:
+            shape = (len(weight), tensor.shape[1])
         specs[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return specs
 
@@ -231,15 +235,17 @@ def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torc
     values, scale = quantizer.quantized(weight)
     if storage_format != "pack-quantized":
         return {name: values, name + SCALE: scale}
-    shape = torch.tensor(weight.shape, dtype=torch.int64)
-    return {name + SHAPE: shape, name + PACKED: _pack(values, quantizer.bits), name + SCALE: scale}
+    packed = _pack(values, quantizer.bits)
+    shape = torch.tensor(weight.shape, dtype=torch.int64)  # the packed width says it only up to a word
+    return {name + SHAPE: shape, name + PACKED: packed, name + SCALE: scale}
 
 
 def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack int8 ``[out, in]`` of ``bits`` (4 or 8) each into int32 ``[out, ceil(in · bits / 32)]``."""
     per_word = 32 // bits
+    num_missing = -values.shape[1] % per_word  # in the last word of a row
     unsigned = values.to(torch.int32).add_(1 << (bits - 1))
-    unsigned = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
+    unsigned = torch.nn.functional.pad(unsigned, (0, num_missing))
     unsigned = unsigned.view(len(values), -1, per_word)  # [out, words, values of a word]
     packed = torch.zeros(unsigned.shape[:2], dtype=torch.int32, device=values.device)
     for position in range(per_word):  # the first value in the lowest bits

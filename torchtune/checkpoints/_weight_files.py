@@ -53,7 +53,7 @@ _REOPEN_BYTES = 16 * 2**20
 _NO_PREFIX = {"": ""}
 
 # Suffixes of the stored tensors of a weight X.
-_INVERSE = "_scale_inv"
+_SCALE_INV = "_scale_inv"
 SCALE = "_scale"
 PACKED = "_packed"
 SHAPE = "_shape"
@@ -65,30 +65,32 @@ _INTEGERS = (torch.int32, torch.int64)
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _ADVICE = "use the checkpoint before it was quantized"
 # Fields of quantization_config that the tensors do not determine -> supported values.
-_FORMATS = (None, "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense", "mixed-precision")
-_FIELDS: dict[str, tuple[Any, ...]] = {
+_SUPPORTED_FORMATS = (
+    None,
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "dense",
+    "mixed-precision",
+)
+_SUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "quant_method": (None, "compressed-tensors", "fp8", "fbgemm_fp8"),
     "transform_config": (None, {}),
     "sparsity_config.format": (None, "dense"),
-    "format": _FORMATS,
+    "format": _SUPPORTED_FORMATS,
 }
-# Number of elements to dequantize at a time.
-_AT_ONCE = 2**22
+# Number of elements to dequantize at a time: the float32 products of a chunk take 16 MiB.
+_ELEMENTS_AT_ONCE = 2**22
 # Elements of MXFP4 that share a scale, and the values of E2M1.
-_GROUP = 32
+_MXFP4_GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def _activation_suffixes() -> tuple[str, ...]:
-    """Return the suffixes of tensors for kernels that multiply quantized activations or read quantized KV caches."""
-    suffixes = ["activation_scale", "input_scale"]
-    for name in ("input", "output", "q", "k", "v"):
-        for parameter in (SCALE, *_UNSUPPORTED, "_scale_ub"):
-            suffixes.append(f".{name}{parameter}")
-    return tuple(suffixes)
-
-
-_ACTIVATIONS = _activation_suffixes()
+# Suffixes of tensors for kernels that multiply quantized activations or read quantized KV caches.
+_ACTIVATIONS: tuple[str, ...] = ("activation_scale", "input_scale")
+for _activation in ("input", "output", "q", "k", "v"):
+    _ACTIVATIONS += tuple(f".{_activation}{suffix}" for suffix in (SCALE, *_UNSUPPORTED, "_scale_ub"))
 
 # Rows and columns of the blocks that share a scale.
 BlockSize = tuple[int, int]
@@ -126,7 +128,9 @@ class WeightFiles(ABC):
     def location(self) -> Path | str:
         """Return the folder of the files, for error messages."""
         names = self.names()
-        return self.path_of(names[0]).parent if names else "checkpoint_files"
+        if not names:
+            return "checkpoint_files"
+        return self.path_of(names[0]).parent
 
     def described_model(self) -> Description | None:
         """Return the model that the files themselves describe; None if ``config.json`` describes it."""
@@ -263,7 +267,8 @@ def unpack(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Unpack int32 ``[out, ceil(width · bits / 32)]`` into int8 ``[out, width]``."""
     shifts = torch.arange(0, 32, bits, device=packed.device, dtype=torch.int32)
     values = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)  # [out, words, values of a word], unsigned
-    return (values - (1 << (bits - 1))).to(torch.int8).flatten(1)[:, :width]
+    values = (values - (1 << (bits - 1))).to(torch.int8)
+    return values.flatten(1)[:, :width]  # the last word of a row may be padded
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -276,18 +281,20 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     Returns:
         bfloat16 ``[…, groups * 32]``.
     """
+    # The code of an element is its index here: the highest of its four bits is the sign.
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=blocks.device)
-    weight = torch.empty(*scales.shape, _GROUP, dtype=torch.bfloat16, device=blocks.device)
-    groups_at_once = _AT_ONCE // _GROUP
+    weight = torch.empty(*scales.shape, _MXFP4_GROUP, dtype=torch.bfloat16, device=blocks.device)
+    groups_at_once = _ELEMENTS_AT_ONCE // _MXFP4_GROUP
     chunks = zip(
-        blocks.reshape(-1, _GROUP // 2).split(groups_at_once),
+        blocks.reshape(-1, _MXFP4_GROUP // 2).split(groups_at_once),
         scales.flatten().split(groups_at_once),
-        weight.view(-1, _GROUP).split(groups_at_once),
+        weight.view(-1, _MXFP4_GROUP).split(groups_at_once),
         strict=True,
     )
-    for bytes_, exponents, target in chunks:
+    for bytes_, scale, target in chunks:  # [groups, 16], [groups], [groups, 32]
         codes = torch.stack([bytes_ & 0xF, bytes_ >> 4], -1).flatten(1)  # the low nibble is first
-        target.copy_(torch.ldexp(values[codes.int()], exponents.int().sub_(127)[:, None]))
+        exponents = scale.int().sub_(127)
+        target.copy_(torch.ldexp(values[codes.int()], exponents[:, None]))
     return weight.flatten(-2)
 
 
@@ -312,7 +319,8 @@ class _QuantizedFiles(SafetensorsFiles):
 
     def path_of(self, name: str) -> Path:
         """Return the file of a tensor, or of one of the tensors that store a weight."""
-        return super().path_of(next(name + suffix for suffix in ("", *self._suffixes) if name + suffix in self._paths))
+        stored_names = [name, *(name + suffix for suffix in self._suffixes)]
+        return super().path_of(next(stored for stored in stored_names if stored in self._paths))
 
 
 class ScaledFiles(_QuantizedFiles):
@@ -326,14 +334,18 @@ class ScaledFiles(_QuantizedFiles):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths)
-        self._is_float8 = any(name.endswith(_INVERSE) for name in self._paths)
-        self._scale = _INVERSE if self._is_float8 else SCALE
-        weight_scale = _INVERSE if self._is_float8 else f".weight{SCALE}"
+        self._is_float8 = any(name.endswith(_SCALE_INV) for name in self._paths)
+        self._block = _read_block_size(paths[0].parent / "config.json")
+        if self._is_float8:
+            self._scale = _SCALE_INV
+            weight_scale = _SCALE_INV
+            if self._block is None:
+                self._block = (128, 128)
+        else:
+            self._scale = SCALE
+            weight_scale = f".weight{SCALE}"  # other scales are those of activations
         weights = [name.removesuffix(self._scale) for name in self._paths if name.endswith(weight_scale)]
         self._join(weights, (self._scale, PACKED, SHAPE))
-        self._block = _read_block_size(paths[0].parent / "config.json")
-        if self._block is None and self._is_float8:
-            self._block = (128, 128)
         for name in weights:
             self._check_stored_tensors(name)
 
@@ -342,7 +354,9 @@ class ScaledFiles(_QuantizedFiles):
         reason = None
         missing = [name + suffix for suffix in (PACKED, SHAPE) if name + suffix not in self._paths]
         if missing and name not in self._paths:
-            reason = f"there is no '{name if len(missing) > 1 else missing[0]}'"
+            # Neither plain nor packed values, or packed ones without a shape.
+            missing_name = name if len(missing) > 1 else missing[0]
+            reason = f"there is no '{missing_name}'"
         for suffix in reversed(_UNSUPPORTED):
             if name + suffix in self._paths:
                 reason = f"there is '{name}{suffix}'"
@@ -372,13 +386,16 @@ class ScaledFiles(_QuantizedFiles):
         if slices is None:
             slices = full_slices(shape)
         *experts, rows, columns = slices
-        sizes = [axis.stop - axis.start for axis in slices]
-        weight = torch.empty(sizes, dtype=torch.bfloat16 if self._is_float8 else scale.dtype)
+        sizes = [dim.stop - dim.start for dim in slices]
+        dtype = torch.bfloat16 if self._is_float8 else scale.dtype
+        weight = torch.empty(sizes, dtype=dtype)  # [experts …, rows, columns]
         column_blocks = torch.arange(columns.start, columns.stop) // block_columns
-        rows_at_once = max(_AT_ONCE * sizes[-2] // max(weight.numel(), 1), 1)
+        elements_per_row = max(weight.numel() // max(sizes[-2], 1), 1)
+        rows_at_once = max(_ELEMENTS_AT_ONCE // elements_per_row, 1)
         for start in range(rows.start, rows.stop, rows_at_once):
             chunk = slice(start, min(start + rows_at_once, rows.stop))
             row_blocks = torch.arange(chunk.start, chunk.stop) // block_rows
+            # [experts …, rows of the chunk, columns]: the scale of each element
             element_scales = scale[tuple(experts)][..., row_blocks[:, None], column_blocks]
             values = self._read_values(name, (*experts, chunk, columns), shape)
             target = weight[..., chunk.start - rows.start : chunk.stop - rows.start, :]
@@ -397,9 +414,9 @@ class ScaledFiles(_QuantizedFiles):
             packed_shape = super().shape(stored)
             width = shape[-1]
             bits = None
-            for candidate in (4, 8):
-                if bits is None and packed_shape == (shape[0], math.ceil(width * candidate / 32)):
-                    bits = candidate
+            for possible_bits in (8, 4):  # a single word may be either, and is taken for the smaller
+                if packed_shape == (shape[0], math.ceil(width * possible_bits / 32)):
+                    bits = possible_bits
             # Words of a row hold values of several columns: complete rows are read.
             complete_rows = None if bits is None else (slices[0], slice(0, packed_shape[1]))
             values = super().read(stored, complete_rows)
@@ -414,13 +431,19 @@ class ScaledFiles(_QuantizedFiles):
         """Read the scales ``[…, blocks of rows, blocks of columns]`` of a weight; return them and the block size."""
         scale = super().read(name + self._scale)
         if scale.dtype.is_floating_point and len(shape) > 1:
+            *matrices, rows, columns = shape
             for blocks, size in self._possible_blocks(scale, shape):
                 if size is None or not all(size):
                     continue
-                counts = [math.ceil(length / block) for length, block in zip(shape[-2:], size, strict=True)]
-                if blocks.shape == (*shape[:-2], *counts):
-                    return blocks.float() if self._is_float8 else blocks, size
-        of_blocks = f" in blocks of {self._block[0]} x {self._block[1]}" if self._block else ""
+                block_rows, block_columns = size
+                if blocks.shape != (*matrices, math.ceil(rows / block_rows), math.ceil(columns / block_columns)):
+                    continue
+                if self._is_float8:
+                    blocks = blocks.float()  # products are rounded once, to bfloat16
+                return blocks, size
+        of_blocks = ""
+        if self._block is not None:
+            of_blocks = f" in blocks of {self._block[0]} x {self._block[1]}"
         raise CheckpointError(
             f"{self.path_of(name)}: '{name}{self._scale}' {list(scale.shape)} of {scale.dtype} does not fit the shape "
             f"{list(shape)} of the weight{of_blocks}: {_ADVICE}."
@@ -450,14 +473,14 @@ def _read_block_size(config: Path) -> BlockSize | None:
     settings = read_json(config).get("quantization_config") if config.is_file() else None
     sizes: dict[str, Any] = {}
     try:
-        for path, supported in _FIELDS.items():
+        for path, supported in _SUPPORTED_FIELDS.items():
             value = _field(settings, path)
             if value not in supported:
                 raise _unsupported_field(config, path, value)
         sizes["weight_block_size"] = _field(settings, "weight_block_size")
         for name, group in (_field(settings, "config_groups") or {}).items():
             group_format = _field(group, "format")
-            if group_format not in _FORMATS:
+            if group_format not in _SUPPORTED_FORMATS:
                 raise _unsupported_field(config, f"config_groups.{name}.format", group_format)
             path = f"config_groups.{name}.weights.block_structure"
             sizes[path] = _field(group, "weights.block_structure")
@@ -467,9 +490,11 @@ def _read_block_size(config: Path) -> BlockSize | None:
     for path, size in sizes.items():
         if size is None:
             continue
-        is_pair = isinstance(size, list) and len(size) == 2 and all(type(n) is int and 0 < n < 2**20 for n in size)
-        if not is_pair:
+        if not isinstance(size, list) or len(size) != 2:
             raise _unsupported_field(config, path, size)
+        for length in size:
+            if type(length) is not int or not 0 < length < 2**20:
+                raise _unsupported_field(config, path, size)
         blocks.add(tuple(size))
     if len(blocks) > 1:
         raise CheckpointError(f"{config}: quantization_config has blocks of {len(blocks)} sizes: {_ADVICE}.")
@@ -479,7 +504,9 @@ def _read_block_size(config: Path) -> BlockSize | None:
 def _field(settings: Any, path: str) -> Any:
     """Return the value at a dotted path; None if it or an object on the way is missing."""
     for key in path.split("."):
-        settings = None if settings is None else settings.get(key)
+        if settings is None:
+            return None
+        settings = settings.get(key)
     return settings
 
 
@@ -508,31 +535,34 @@ class Mxfp4Files(_QuantizedFiles):
         if name + _BLOCKS not in self._weight_of:
             return super().shape(name)
         blocks = super().shape(name + _BLOCKS)
-        if len(blocks) != 4 or blocks[-1] != _GROUP // 2:
+        if len(blocks) != 4 or blocks[-1] != _MXFP4_GROUP // 2:
             raise self._wrong_shapes(name)
         experts, out, groups, _ = blocks
-        return (experts, groups * _GROUP, out)
+        return (experts, groups * _MXFP4_GROUP, out)
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it; of MXFP4 weights, only the groups of the slice are read, expert by expert."""
         if name + _BLOCKS not in self._weight_of:
             return super().read(name, slices)
         shape = self.shape(name)
-        if super().shape(name + _BLOCKS)[:-1] != super().shape(name + _SCALES):
+        *groups_of_blocks, _ = super().shape(name + _BLOCKS)
+        if tuple(groups_of_blocks) != super().shape(name + _SCALES):
             raise self._wrong_shapes(name)
         if slices is None:
             slices = full_slices(shape)
         experts, rows, columns = slices  # [e, in, out]
-        groups = slice(rows.start // _GROUP, math.ceil(rows.stop / _GROUP))
-        rows_of_groups = slice(rows.start - groups.start * _GROUP, rows.stop - groups.start * _GROUP)
-        weight = torch.empty([axis.stop - axis.start for axis in slices], dtype=torch.bfloat16)
+        groups = slice(rows.start // _MXFP4_GROUP, math.ceil(rows.stop / _MXFP4_GROUP))
+        rows_of_groups = slice(rows.start - groups.start * _MXFP4_GROUP, rows.stop - groups.start * _MXFP4_GROUP)
+        sizes = [dim.stop - dim.start for dim in slices]
+        weight = torch.empty(sizes, dtype=torch.bfloat16)
         for index, expert in enumerate(range(experts.start, experts.stop)):
             expert_slice = slice(expert, expert + 1)
-            blocks = super().read(name + _BLOCKS, (expert_slice, columns, groups, slice(0, _GROUP // 2)))
+            blocks = super().read(name + _BLOCKS, (expert_slice, columns, groups, slice(0, _MXFP4_GROUP // 2)))
             scales = super().read(name + _SCALES, (expert_slice, columns, groups))
             if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
                 raise self._wrong_shapes(name)
-            weight[index] = dequantize_mxfp4(blocks[0], scales[0])[:, rows_of_groups].t()
+            values = dequantize_mxfp4(blocks[0], scales[0])  # [out, elements of the groups]
+            weight[index] = values[:, rows_of_groups].t()
         return weight
 
     def _wrong_shapes(self, name: str) -> CheckpointError:
@@ -541,7 +571,7 @@ class Mxfp4Files(_QuantizedFiles):
         return CheckpointError(
             f"{self.path_of(name)}: '{name}{_BLOCKS}' {blocks.get_shape()} of {blocks.get_dtype()} and "
             f"'{name}{_SCALES}' {scales.get_shape()} of {scales.get_dtype()} are not [experts, out, groups, "
-            f"{_GROUP // 2}] and [experts, out, groups] of U8: download the file again."
+            f"{_MXFP4_GROUP // 2}] and [experts, out, groups] of U8: download the file again."
         )
 
 
@@ -612,9 +642,11 @@ def open_weight_files(paths: Sequence[Path], model: nn.Module | None = None) -> 
     spec = getattr(model, "spec", None)
     is_composite = spec is not None and spec.builder is not None
     prefixes = {}
+    decoder_files = files
     if files.name_format != "gguf" and not is_composite:
         prefixes = text_prefixes(files.names())
-    decoder_files = TextDecoderFiles(files, prefixes) if prefixes else files
+        if prefixes:
+            decoder_files = TextDecoderFiles(files, prefixes)
     if spec is None:
         return decoder_files
     untrained = spec.untrained_names(decoder_files.names(), model.description)
@@ -624,13 +656,20 @@ def open_weight_files(paths: Sequence[Path], model: nn.Module | None = None) -> 
 
 
 def _open_format(paths: Sequence[Path]) -> WeightFiles:
-    """Open weight files by their suffix."""
+    """Open weight files by their suffix, and safetensors files by the suffixes of their tensors."""
     suffixes = {path.suffix for path in paths}
     if suffixes == {".safetensors"}:
-        return open_safetensors(paths)
+        files = SafetensorsFiles(paths)
+        names = files.names()
+        if any(".experts." in name and name.endswith(_BLOCKS) for name in names):
+            return Mxfp4Files(paths)
+        if any(name.endswith((_SCALE_INV, f".weight{SCALE}")) for name in names):
+            return ScaledFiles(paths)
+        return files
     if suffixes == {".gguf"}:
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        # The file also writes GGUF, for which it needs the rooms that need this one.
         from torchtune.checkpoints._gguf import GGUFFile
 
         return GGUFFile(paths[0])
@@ -640,21 +679,6 @@ def _open_format(paths: Sequence[Path]) -> WeightFiles:
         f"checkpoint_files: {', '.join(sorted(suffixes))} files cannot be read (together): give safetensors files, one "
         "GGUF file, or torch files."
     )
-
-
-def open_safetensors(paths: Sequence[Path]) -> SafetensorsFiles:
-    """Open safetensors files, quantized or not.
-
-    Raises:
-        CheckpointError: a file is invalid, or a weight is stored in an unsupported way.
-    """
-    files = SafetensorsFiles(paths)
-    names = files.names()
-    if any(".experts." in name and name.endswith(_BLOCKS) for name in names):
-        return Mxfp4Files(paths)
-    if any(name.endswith((_INVERSE, f".weight{SCALE}")) for name in names):
-        return ScaledFiles(paths)
-    return files
 
 
 def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap: bool = True) -> dict[str, Any]:
@@ -699,11 +723,13 @@ def check_exists(path: Path) -> None:
     """Raise ``CheckpointError`` if there is no file ``path``; the message lists similar files of its folder."""
     if path.is_file():
         return
-    if not path.parent.is_dir():
-        hint = f"the folder {path.parent} does not exist"
+    similar = sorted(sibling.name for sibling in path.parent.glob(f"*{path.suffix}"))
+    if similar:
+        hint = f"the folder holds {', '.join(similar[:4])}"
+    elif path.parent.is_dir():
+        hint = f"{path.parent} holds no {path.suffix} file"
     else:
-        similar = sorted(sibling.name for sibling in path.parent.glob(f"*{path.suffix}"))
-        hint = f"the folder holds {', '.join(similar[:4])}" if similar else f"{path.parent} holds no {path.suffix} file"
+        hint = f"the folder {path.parent} does not exist"
     raise CheckpointError(f"There is no file {path} ({hint}): check checkpoint_dir and checkpoint_files.")
 
 
@@ -747,8 +773,10 @@ class FormattedCheckpointFiles:
     def build_checkpoint_filenames(self) -> list[str]:
         """Return all names, in order."""
         width = len(self.max_filename)
-        numbers = (str(number).zfill(width) for number in range(1, int(self.max_filename) + 1))
-        return [self.filename_format.format(number, self.max_filename) for number in numbers]
+        names = []
+        for number in range(1, int(self.max_filename) + 1):
+            names.append(self.filename_format.format(str(number).zfill(width), self.max_filename))
+        return names
 
 
 def _shards_in_index(index: Path) -> list[str]:
@@ -763,7 +791,8 @@ def _shards_in_index(index: Path) -> list[str]:
         raise CheckpointError(f"{index} is not a valid index of shards (weight_map): download it again.")
     for name in names:
         # Files may be links to other folders, as in the cache of huggingface_hub, but names must not leave the folder.
-        if "\0" in name or len(name) > 255 or Path(name).is_absolute() or ".." in Path(name).parts:
+        is_outside = Path(name).is_absolute() or ".." in Path(name).parts
+        if is_outside or "\0" in name or len(name) > 255:
             raise CheckpointError(
                 f"{index} lists {name[:255]!r}, which is not a file of this folder: download it again."
             )
