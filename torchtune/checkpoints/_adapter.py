@@ -17,6 +17,7 @@ from torchtune.checkpoints._model_weights import (
     groups_by_external_name,
     groups_by_weight,
     identity,
+    parent_modules,
 )
 from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._weight_files import (
@@ -75,10 +76,8 @@ _PEFT_RANK = 8
 _PEFT_ALPHA = 8
 # Maximum of alpha and rank; NaN fails the comparison with it, too.
 _LARGEST = 1e30
-# Values of init_lora_weights that leave the base weights unchanged, and values with which peft subtracts the initial
-# adapter from them.
+# Values of init_lora_weights that leave the base weights unchanged.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_INITS_FROM_BASE = ("pissa", "olora")
 
 # Names in transformers of the stacked weights of gated experts. If checkpoints hold one tensor per expert, adapter
 # files do too, and peft stacks them.
@@ -96,18 +95,16 @@ def read_settings(path: Path) -> dict[str, Any]:
         CheckpointError: it is not a JSON object, or rank, alpha or a flag has the wrong type.
     """
     settings = read_json(path)
-    for key, types, expected in (
-        ("r", (int,), "a whole number from 1"),
-        ("lora_alpha", (int, float), "a number"),
-        ("use_dora", (bool,), "true or false"),
-        ("use_rslora", (bool,), "true or false"),
-    ):
-        if key not in settings:
-            continue
-        value = settings[key]
-        fits = type(value) in types and abs(value) < _LARGEST
-        if not fits or (key == "r" and value < 1):
-            raise CheckpointError(f"{path}: {key} is {value!r}, where {expected} is expected: correct it.")
+    rank = settings.get("r", 1)
+    if type(rank) is not int or not 1 <= rank < _LARGEST:
+        raise CheckpointError(f"{path}: r is {rank!r}, where a whole number from 1 is expected: correct it.")
+    alpha = settings.get("lora_alpha", 0)
+    if type(alpha) not in (int, float) or not abs(alpha) < _LARGEST:
+        raise CheckpointError(f"{path}: lora_alpha is {alpha!r}, where a number is expected: correct it.")
+    for key in ("use_dora", "use_rslora"):
+        flag = settings.get(key, False)
+        if not isinstance(flag, bool):
+            raise CheckpointError(f"{path}: {key} is {flag!r}, where true or false is expected: correct it.")
     for key in ("rank_pattern", "alpha_pattern"):
         value = settings.get(key)
         if value and not _is_number_by_pattern(value):
@@ -121,12 +118,14 @@ def _is_number_by_pattern(value: Any) -> bool:
     """Return whether a setting maps regular expressions to positive numbers."""
     if not isinstance(value, dict):
         return False
-    try:
-        for pattern in value:
+    for pattern, number in value.items():
+        try:
             re.compile(pattern)
-    except re.error:
-        return False
-    return all(type(number) in (int, float) and 0 < number < _LARGEST for number in value.values())
+        except re.error:
+            return False
+        if type(number) not in (int, float) or not 0 < number < _LARGEST:
+            return False
+    return True
 
 
 def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
@@ -171,9 +170,9 @@ def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], 
     names = [name for name in weights.parameters if name in weights.owned and name in weights.adapter_groups]
     for group in dict.fromkeys(weights.adapter_groups[name] for name in names):
         if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
-            continue  # A says the same
-        rank, alpha = _numbers_in_file(group, settings)
-        model_rank, model_alpha = _numbers_of_model(group, weights.peft_settings)
+            continue  # of the same layer as a lora_a
+        rank, alpha = _rank_and_alpha_in_file(group, settings)
+        model_rank, model_alpha = _rank_and_alpha_of_model(group, weights.peft_settings)
         for key, value, expected in (("r", rank, model_rank), ("lora_alpha", alpha, model_alpha)):
             if not math.isclose(value, expected):
                 raise CheckpointError(
@@ -182,7 +181,7 @@ def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], 
                 )
 
 
-def _numbers_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, float]:
+def _rank_and_alpha_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, float]:
     """Return rank and alpha of each of our adapters in a group, from the ``peft_config`` of the model."""
     path = group.tune[0].partition(".lora_")[0]
     rank = settings.get("rank_pattern", {}).get(path, settings["r"])
@@ -190,7 +189,7 @@ def _numbers_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, f
     return rank, alpha
 
 
-def _numbers_in_file(group: Group, settings: Mapping[str, Any]) -> tuple[float, float]:
+def _rank_and_alpha_in_file(group: Group, settings: Mapping[str, Any]) -> tuple[float, float]:
     """Return rank and alpha of each of our adapters in a group, from the settings of a file, as ``peft`` reads them."""
     path, count = _projection(group)
     rank = _by_pattern(settings.get("rank_pattern"), path)
@@ -224,9 +223,12 @@ def _projection(group: Group) -> tuple[str, int]:
     layer = path.partition(".experts")[0]
     if isinstance(group.op, ExpertAdapter):
         count = group.op.parts
+    elif "lora_down" in group.tune[0]:
+        count = 1
     else:  # a tensor for each expert; peft stacks their gate and up projections
-        count = 1 if "lora_down" in group.tune[0] else 2
-    return f"{layer}.{gate_up if count > 1 else down}", count
+        count = 2
+    projection = gate_up if count > 1 else down
+    return f"{layer}.{projection}", count
 
 
 def _scaling_power(settings: Mapping[str, Any]) -> float:
@@ -239,11 +241,11 @@ def _is_supported(key: str, value: Any, settings: Mapping[str, Any], weights: Mo
     if key == "modules_to_save":
         return isinstance(value, list) and all(isinstance(name, str) for name in value)
     if key == "init_lora_weights":
-        is_plain = any(value is plain or value == plain for plain in _PLAIN_INITS)
-        return is_plain or init_from_base(settings) is not None
+        return value in _PLAIN_INITS or init_from_base(settings) is not None
     if key == "bias":
         return value == "none"
     if key == "trainable_token_indices":
+        # peft takes ids by module, or a list for the embedding.
         return value == token_indices(weights) or (isinstance(value, list) and value == new_token_ids(weights))
     return key in _ANY_VALUE or key in _COMPARED
 
@@ -300,9 +302,11 @@ def _module_of(weights: ModelWeights, name: str) -> str:
 def init_from_base(settings: Mapping[str, Any]) -> str | None:
     """Return ``"pissa"`` or ``"olora"`` if peft subtracts the initial adapter from the base weights, else None."""
     init = settings.get("init_lora_weights")
+    if init == "pissa":
+        return "pissa"
     if isinstance(init, str) and init.lower() == "olora":  # as peft, which takes OLoRA in any case
         return "olora"
-    return init if init in _INITS_FROM_BASE else None
+    return None
 
 
 @torch.no_grad()
@@ -356,8 +360,11 @@ def splittable_layers(weights: ModelWeights, init: str, path: Path | str) -> dic
     """
     layers = {}
     for module_path, module in adapter_modules(weights.model):
-        is_linear = isinstance(module, LoRALinear)
-        if not is_linear or isinstance(weights.adapter_groups[module_path + _LORA_A].op, FusedAdapter):
+        is_splittable = isinstance(module, LoRALinear)
+        if is_splittable:
+            group = weights.adapter_groups[module_path + _LORA_A]
+            is_splittable = not isinstance(group.op, FusedAdapter)
+        if not is_splittable:
             raise CheckpointError(
                 f"{path}: init_lora_weights = '{init}' cannot be expressed for "
                 f"'{module_path}.{module.adapter_params()[0]}', whose base weight has other parts here: merge the "
@@ -484,17 +491,22 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         return
     if weights.new_rows:
         return
-    ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
+    ids = trained
+    if isinstance(trained, dict):  # ids by module; all modules have the same ones
+        ids = next(iter(trained.values()))
+    are_ids = isinstance(ids, list) and all(type(token_id) is int for token_id in ids)
     files = open_weight_files([file])
     tensors = [name for name in files.names() if name.endswith(".trainable_tokens_delta")]
-    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids) or not tensors:
+    if not are_ids or not tensors:
         return  # load_adapter raises
     decoder = text_decoder(model)
     rows = decoder.tok_embeddings.weight.shape[0]
     needed = max(ids) + 1
     first = needed - len(ids)
-    are_consecutive = ids == list(range(first, needed)) and files.shape(tensors[0])[0] == len(ids)
-    if not are_consecutive or needed < rows or first > rows:
+    are_consecutive = ids == list(range(first, needed))
+    have_values = files.shape(tensors[0])[0] == len(ids)
+    continues_vocabulary = first <= rows <= needed
+    if not (are_consecutive and have_values and continues_vocabulary):
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
             f"continue the vocabulary of the base with its {rows} rows: use the base that the adapter was trained on, "
@@ -511,25 +523,25 @@ def _grow_trained_embedding(weights: ModelWeights, file: Path) -> None:
     decoder = text_decoder(weights.model)
     if not any(name.endswith("tok_embeddings.weight") for name in weights.trained_whole):
         return
-    files = open_weight_files([file])
-    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
-    rows = files.shape(embeddings[0])[0] if embeddings else 0
     # A sharded embedding cannot grow; its shape is then compared with the file's, as for any weight.
     is_sharded = hasattr(decoder.tok_embeddings.weight, "device_mesh")
-    if rows > decoder.tok_embeddings.weight.shape[0] and not is_sharded:
-        resize_token_embeddings(decoder, rows)
+    files = open_weight_files([file])
+    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
+    if not embeddings or is_sharded:
+        return
+    num_rows = files.shape(embeddings[0])[0]
+    if num_rows > decoder.tok_embeddings.weight.shape[0]:
+        resize_token_embeddings(decoder, num_rows)
 
 
-def _load_owned_files(
-    weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None = None
-) -> set[str]:
+def _load_owned_files(weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None) -> set[str]:
     """Fill the parameters of :attr:`ModelWeights.owned_files` from a folder; return their names.
 
     Args:
         weights: weights of a model with conversions.
         folder: folder of the files.
         device: device for parameters on the meta device.
-        dtype: dtype for parameters on the meta device; unchanged by default.
+        dtype: dtype for parameters on the meta device; None leaves it unchanged.
 
     Raises:
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
@@ -539,7 +551,7 @@ def _load_owned_files(
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
         raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
-    # Without its conversion, the model would run with other weights than those that were trained.
+    # Without a conversion that was saved, the model would run with other weights than those that were trained.
     unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
     if unused:
         raise CheckpointError(
@@ -580,11 +592,11 @@ def _read_adapter(
     # An adapter of a model of text and images has the text decoder's names behind a prefix.
     prefixes = _text_decoder_prefixes(spec, tensors)
     tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
-    rows = token_tensors(weights)
+    new_rows = token_tensors(weights)
     _drop_tied_rows(weights, tensors, file)
     for name, tensor in tensors.items():
-        if name in rows:
-            yield rows[name], tensor
+        if name in new_rows:
+            yield new_rows[name], tensor
     weight_map = _adapter_weight_map(spec, tensors)
     groups = groups_by_external_name(weight_map, description)
     _check_tying(weights, tensors, settings, file)
@@ -598,7 +610,7 @@ def _read_adapter(
         yield from weights.module_map.to_tune(trained.items(), description, partial=True)
         adapter = {}
         for name, tensor in tensors.items():
-            if name not in rows and not _is_base_weight(weights, name, tensor, file):
+            if name not in new_rows and not _is_base_weight(weights, name, tensor, file):
                 adapter[name] = tensor
         _expand_fused_adapters(weights, adapter, groups)
         for name, tensor in adapter.items():
@@ -613,21 +625,28 @@ def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapp
     """Raise ``CheckpointError`` if ``peft`` unties weights that the model ties: it trained one of them alone."""
     if settings.get("ensure_weight_tying"):
         return
-    for copy, source in _tied_weights(weights).items():
+    for tied, source in _tied_weights(weights).items():
+        if source not in weights.trained_whole:
+            continue
         original = next(name for name, group in weights.module_groups.items() if source in group.tune)
         has_original = f"{PEFT_PREFIX}{original}" in tensors
-        if source in weights.trained_whole and has_original != (f"{PEFT_PREFIX}{copy}" in tensors):
-            alone = original if has_original else copy
+        has_tied = f"{PEFT_PREFIX}{tied}" in tensors
+        if has_original != has_tied:
+            single = original if has_original else tied
             raise CheckpointError(
-                f"{file}: it holds '{alone}' alone, which peft unties from the other of '{original}' and '{copy}', and "
-                "the model ties them: train it in peft with ensure_weight_tying=True, or untie the base."
+                f"{file}: it holds '{single}' alone, which peft unties from the other of '{original}' and '{tied}', "
+                "and the model ties them: train it in peft with ensure_weight_tying=True, or untie the base."
             )
 
 
 def _tied_weights(weights: ModelWeights) -> dict[str, str]:
     """Return the name in ``transformers`` of a weight that the model ties -> name of the weight it is tied to."""
-    description = weights.identity[1]
-    return {tie.external: tie.source for tie in weights.module_map.tied if getattr(description, tie.when)}
+    _, description = weights.identity
+    tied = {}
+    for tie in weights.module_map.tied:
+        if getattr(description, tie.when):  # a field of the description: most families have tied and untied models
+            tied[tie.external] = tie.source
+    return tied
 
 
 def _is_trained_whole(weights: ModelWeights, external: str) -> bool:
@@ -645,7 +664,8 @@ def _of_older_checkpoint(
     """Yield tensors that have this library's names; modules that were renamed since get their present names."""
     renamed_modules = {}
     for group in spec.weight_maps.get("earlier", WeightMap(())).groups(description):
-        renamed_modules[group.external[0].removesuffix("weight")] = group.tune[0].removesuffix("weight")
+        former_module = group.external[0].removesuffix("weight")
+        renamed_modules[former_module] = group.tune[0].removesuffix("weight")
     for name, tensor in tensors.items():
         yield rename_prefix(name, renamed_modules), tensor
 
@@ -653,7 +673,8 @@ def _of_older_checkpoint(
 def _adapter_weight_map(spec: ModelSpec, names: Collection[str]) -> WeightMap:
     """Return the weight map for an adapter's names; experts have one tensor each, or one tensor for all."""
     is_fused = any(".experts.lora_" in name for name in names) and "hf_fused" in spec.weight_maps
-    return spec.weight_map("hf_fused" if is_fused else "hf").peft()
+    name_format = "hf_fused" if is_fused else "hf"
+    return spec.weight_map(name_format).peft()
 
 
 def _text_decoder_prefixes(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
@@ -673,16 +694,20 @@ def _expand_fused_adapters(
     """
     for name in list(tensors):
         group = groups.get(name)
-        if group is None or name != group.external[0] or not isinstance(group.op, FusedAdapter | ExpertAdapter):
-            continue
+        if group is None or name != group.external[0]:
+            continue  # once for each group
         count = len(group.tune) // 2  # each projection has an A and a B
-        pair = [tensors[external] for external in group.external if external in tensors]
-        if count < 2 or len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
+        if count < 2 or not isinstance(group.op, FusedAdapter | ExpertAdapter):
             continue
+        pair = [tensors[external] for external in group.external if external in tensors]
+        if len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
+            continue  # the caller's reader of the weight map raises
         expected_a, expected_b = group.to_external([weights.specs[tune] for tune in group.tune])
-        lora_a, lora_b = pair
-        if (lora_a.shape[0] * count, lora_b.shape[1] * count) == (expected_a.shape[0], expected_b.shape[1]):
-            tensors.update(zip(group.external, group.op.spread(pair, group.description), strict=True))
+        lora_a, lora_b = pair  # [r, in] and [out, r]; experts have their dimension behind
+        ranks = (lora_a.shape[0] * count, lora_b.shape[1] * count)
+        if ranks == (expected_a.shape[0], expected_b.shape[1]):
+            spread_pair = group.op.spread(pair, group.description)
+            tensors.update(zip(group.external, spread_pair, strict=True))
 
 
 def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
@@ -727,7 +752,7 @@ def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Te
 
 
 def adapter_tensors(
-    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None = None
+    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None
 ) -> tuple[list[TensorGroup], dict[str, Any]]:
     """Return the adapter in PEFT's layout: its tensors to write, and the contents of ``adapter_config.json``.
 
@@ -735,7 +760,7 @@ def adapter_tensors(
         view: view of a model that has a conversion with a ``peft_config``.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
         enclosing: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
-            modules of the composite model.
+            modules of the composite model. None for any other model.
 
     Raises:
         CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
@@ -753,11 +778,11 @@ def adapter_tensors(
         if prefixes:
             weight_map = weight_map.prefixed(prefixes)
         adapter_groups = groups_by_weight(weight_map.peft(), description)
-    rows = {}  # parameter with rows of new tokens -> name in the file
+    new_rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
-        rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
-    adapter_names = view.owned - rows.keys()
-    for names in view.owned_files.values():
+        new_rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
+    adapter_names = view.owned - new_rows.keys()
+    for names in view.owned_files.values():  # parameters of other conversions have files of their own
         adapter_names.difference_update(names)
     adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
     unnamed = [name for name in adapters if name not in adapter_groups]
@@ -766,8 +791,10 @@ def adapter_tensors(
             f"The adapter cannot be saved for peft: the parameter '{unnamed[0]}' has no name in its format."
         )
     groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
+    # Replicas take turns with the groups, so that all ranks write about as many bytes.
     tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
-    tensors += [view.renamed_parameter(name, external, turn) for turn, (name, external) in enumerate(rows.items())]
+    for turn, (name, external) in enumerate(new_rows.items()):
+        tensors.append(view.renamed_parameter(name, external, turn))
     settings = dict(view.peft_settings)
     fields = adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
     for key in ("rank_pattern", "alpha_pattern"):  # with this library's names
@@ -776,27 +803,36 @@ def adapter_tensors(
     settings["trainable_token_indices"] = token_indices(view)
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
     if view.trained_whole:
-        module_map = weight_map.prefixed(dict(weight_map.modules))
-        trained = view.trained_groups(groups_by_weight(module_map, description))
-        external_names = []
-        for turn, group in enumerate(trained):
-            external_names += group.external
-            tensors.append(view.tensor_group(_named_by_peft(group), turn))
-        for tie in module_map.tied:
-            if getattr(description, tie.when) and tie.source in view.trained_whole:
-                # peft unties a weight that it trains alone: both files' names have it, and tell peft to tie them.
-                tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
-                external_names.append(tie.external)
-                settings["ensure_weight_tying"] = True
-        settings["modules_to_save"] = _modules_to_save(
-            external_names, weight_map, description, in_full=bool(prefixes) or spec.builder is not None
-        )
+        trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)
+        tensors += trained_tensors
+        if has_tied:
+            settings["ensure_weight_tying"] = True
+        is_composite = bool(prefixes) or spec.builder is not None
+        settings["modules_to_save"] = _modules_to_save(external_names, weight_map, description, in_full=is_composite)
     return tensors, adapter_settings(base_name, settings)
 
 
-def _named_by_peft(group: Group) -> Group:
-    """Return a group of base weights with the names of an adapter file."""
-    return replace(group, external=tuple(f"{PEFT_PREFIX}{name}" for name in group.external))
+def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[TensorGroup], list[str], bool]:
+    """Return the weights that are trained whole, to write, and their names in ``transformers``.
+
+    And whether any of them is tied: it is written under both names, because ``peft`` unties a weight that it trains
+    alone, unless it is told to tie them.
+    """
+    _, description = view.identity
+    module_map = weight_map.prefixed(dict(weight_map.modules))
+    tensors = []
+    external_names = []
+    for turn, group in enumerate(view.trained_groups(groups_by_weight(module_map, description))):
+        external_names += group.external
+        peft_names = tuple(f"{PEFT_PREFIX}{name}" for name in group.external)
+        tensors.append(view.tensor_group(replace(group, external=peft_names), turn))
+    has_tied = False
+    for tie in module_map.tied:
+        if getattr(description, tie.when) and tie.source in view.trained_whole:
+            has_tied = True
+            external_names.append(tie.external)
+            tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
+    return tensors, external_names, has_tied
 
 
 def _modules_to_save(
@@ -853,7 +889,9 @@ def adapted_modules(
     parameters = [f"{name}.weight" for name in linear_names]
     if not all(group.tune[0].endswith(_LINEAR_SUFFIXES) for group in groups):
         gate_up, down = _EXPERTS
-        parameters += [gate_up if description.mlp_gated else gate_up.replace("gate_", ""), down]
+        if not description.mlp_gated:
+            gate_up = gate_up.replace("gate_", "")
+        parameters += [gate_up, down]
     fields = {"target_modules": target_modules, **_rank_patterns(groups, settings)}
     if parameters:
         fields["target_parameters"] = parameters
@@ -874,12 +912,14 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
         path, count = _projection(group)
         rank, alpha = default
         if has_patterns:
-            rank, alpha = _numbers_of_model(group, settings)
+            rank, alpha = _rank_and_alpha_of_model(group, settings)
         if count > 1:
             # The scale of the fused adapter, alpha / rank (or its root), is that of each projection.
             rank = count * rank
             alpha = count ** _scaling_power(settings) * alpha
-        name = path[path.index("experts.") :] if path.endswith(_EXPERTS) else path.rpartition(".")[2]
+        name = path.rpartition(".")[2]
+        if path.endswith(_EXPERTS):  # names with a dot
+            name = path[path.index("experts.") :]
         layers_by_name.setdefault(name, {})[path] = rank, alpha
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -891,7 +931,9 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
             if (rank, alpha) != default:
                 ranks[pattern] = rank
                 alphas[pattern] = alpha
-    return {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
+    if not ranks:
+        return {}
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -914,10 +956,11 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
     if not names:
         return []
     modules = _all_modules(weight_map, description, names)
-    ambiguous = set()  # suffixes of modules that are not adapted
+    ambiguous = set()  # ends of the paths of modules that are not adapted
     for name in modules.difference(names):
         components = name.split(".")
-        ambiguous.update(".".join(components[start:]) for start in range(len(components)))
+        for start in range(len(components)):
+            ambiguous.add(".".join(components[start:]))
     shortest = set()
     for name in names:
         candidates = (name.rpartition(".")[2], _LAYER_PREFIX.sub("", name), name)
@@ -932,16 +975,13 @@ def _all_modules(weight_map: WeightMap, description: Description, names: Iterabl
         for external in group.external:
             if external.endswith(".weight"):
                 modules.add(external.removesuffix(".weight"))
-    for name in list(modules):  # peft looks at all modules, also those that contain others
-        components = name.split(".")
-        modules.update(".".join(components[:end]) for end in range(1, len(components)))
+    # peft looks at all modules, also at those that contain others.
+    for name in list(modules):
+        parent = name.rpartition(".")[0]
+        while parent and parent not in modules:
+            modules.add(parent)
+            parent = parent.rpartition(".")[0]
     return modules
-
-
-def _parents(path: str) -> list[str]:
-    """Return the paths of the modules around a module, outermost first."""
-    components = path.split(".")
-    return [".".join(components[:end]) for end in range(1, len(components))]
 
 
 def has_adapter(folder: Path) -> bool:
@@ -1042,7 +1082,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     for name in names:
         if name not in groups:
             raise CheckpointError(f"{file}: it holds '{name}', for which the model has no layer: it is of another one.")
-        rank, alpha = _numbers_in_file(groups[name], settings)
+        rank, alpha = _rank_and_alpha_in_file(groups[name], settings)
         for path in {tune.partition(".lora_")[0] for tune in groups[name].tune}:
             layers.add(path)
             if rank != base_rank and rank == int(rank):  # else the tensors do not fit, which their reader says
@@ -1056,40 +1096,38 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         use_dora=bool(settings.get("use_dora")),
         use_rslora=bool(settings.get("use_rslora")),
         train_modules=_modules_trained_whole(
-            spec, description, [rename_prefix(name, prefixes) for name in all_names], settings
+            ModelWeights(model), [rename_prefix(name, prefixes) for name in all_names], settings
         ),
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
     )
 
 
-def _modules_trained_whole(
-    spec: ModelSpec, description: Description, names: Iterable[str], settings: Mapping[str, Any]
-) -> list[str]:
+def _modules_trained_whole(weights: ModelWeights, names: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
     """Return the paths of our modules that an adapter brings whole (``modules_to_save``).
 
     Args:
-        spec: family of the model.
-        description: description of the model.
+        weights: weights of the model.
         names: names of the tensors in the adapter file.
         settings: settings of the adapter.
     """
     saved = tuple(settings.get("modules_to_save") or ())
-    weight_map = spec.weight_map("hf")
-    weight_map = weight_map.prefixed(dict(weight_map.modules))  # with the names of modules
-    groups = groups_by_external_name(weight_map, description)
-    tied = {tie.external: tie.source for tie in weight_map.tied if getattr(description, tie.when)}
+    if not saved:
+        return []
+    tied = _tied_weights(weights)
     modules = set()
     for name in names:
         external = name.removeprefix(PEFT_PREFIX)
-        # A name may be that of the module, or of one around it.
-        is_saved = any(parent.endswith(saved) for parent in _parents(external))
-        if not saved or not is_saved:
+        # A setting may name the module of the weight, or one around it.
+        if not any(parent.endswith(saved) for parent in parent_modules(external)):
             continue
         if external in tied:
-            modules.add(tied[external].rpartition(".")[0])
-        elif external in groups:
-            modules.update(tune.rpartition(".")[0] for tune in groups[external].tune)
+            weight_names = [tied[external]]
+        elif external in weights.module_groups:
+            weight_names = weights.module_groups[external].tune
+        else:
+            continue
+        modules.update(weight_name.rpartition(".")[0] for weight_name in weight_names)
     return sorted(modules)
 
 
