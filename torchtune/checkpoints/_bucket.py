@@ -167,7 +167,8 @@ class Bucket:
         self._check_owner()
         marker = (path / MARKER).read_bytes()
         names = sorted(parse_marker(marker)["crc32"])
-        progress.start(path.name, sum((path / name).stat().st_size for name in names))
+        total = sum((path / name).stat().st_size for name in names)
+        progress.start(path.name, total)
         self.folder.remove_folder(path.name, first=MARKER)
         manifest = {}
         for name in names:
@@ -245,10 +246,12 @@ class Bucket:
             CheckpointError: the list of the best checkpoints is damaged.
         """
         names = [checkpoint.name for checkpoint in self.complete()]
+        outdated = set(outdated_names(names, keep))
         best = newest_of(read_best_records(output_dir), names)
-        removed = set(outdated_names(names, keep)) - {best and best["checkpoint"]}
+        if best is not None:
+            outdated.discard(best["checkpoint"])
         for name, files in self._folders().items():
-            if name in removed or MARKER not in files:
+            if name in outdated or MARKER not in files:
                 self.folder.remove_folder(name, first=MARKER)
 
 
@@ -319,16 +322,18 @@ class Uploader:
             checkpoints: those in the bucket.
         """
         saves = {checkpoint.name: checkpoint.saves for checkpoint in checkpoints}
-        local = {path.name: read_marker(path)["saves"] for path in complete_directories(self._output_dir)}
-        missing = local.keys() - saves.keys()
-        ordered = sorted((saves | local).items(), key=lambda item: (item[1], item[0]))
-        outdated = outdated_names([name for name, _ in ordered], self.keep)
-        for name, _ in ordered:
-            if name in missing and name not in outdated:
+        uploaded = set(saves)
+        for path in complete_directories(self._output_dir):
+            saves[path.name] = read_marker(path)["saves"]
+        names = sorted(saves, key=lambda name: (saves[name], name))  # oldest first
+        outdated = outdated_names(names, self.keep)
+        for name in names:
+            if name not in uploaded and name not in outdated:
                 self.add(self._output_dir / name)
 
     def _run(self) -> None:
-        attempts = 0
+        """Upload what is pending until the run ends and nothing is left; the thread's function."""
+        attempts = 0  # that failed one after another at the end of the run
         while True:
             with self._changed:
                 self._pending = [path for path in self._pending if (path / MARKER).exists()]
@@ -359,10 +364,9 @@ class Uploader:
                     f"{path.name} is saved in {path.parent}, but not uploaded yet, training goes on, and it is tried "
                     f"again: {failure}"
                 )
-                self._changed.wait_for(lambda count=number_pending: self._has_news(count), _PAUSE)
-
-    def _has_news(self, number_pending: int) -> bool:
-        return self._is_closing or len(self._pending) != number_pending
+                self._changed.wait_for(
+                    lambda count=number_pending: self._is_closing or len(self._pending) != count, _PAUSE
+                )
 
     def _upload(self, path: Path) -> str | None:
         """Upload a checkpoint, the list of the best and then remove old ones; return why it failed, None if not.
@@ -408,9 +412,6 @@ class Uploader:
                     f"{progress.total / 1e9:.2f} GB, {len(self._pending)} checkpoints left."
                 )
         self._thread = None
-        self._report_failures()
-
-    def _report_failures(self) -> None:
         if not self._pending:
             return
         newest = self._pending[-1]

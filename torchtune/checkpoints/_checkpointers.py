@@ -200,8 +200,10 @@ class FullStateDicts:
                 f"settings for adapters of fused projections ({spec.name})."
             )
             return
-        adapter_dir = folder / ADAPTER_DIR if beside_model else folder
-        adapter_dir.mkdir(exist_ok=True)
+        adapter_dir = folder
+        if beside_model:
+            adapter_dir = folder / ADAPTER_DIR
+            adapter_dir.mkdir(exist_ok=True)
         tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
         save_tensors(tensors, adapter_dir / ADAPTER_FILE)
         if ADAPTER_CONFIG in state_dict:
@@ -214,8 +216,10 @@ class FullStateDicts:
         output_dir = self._store.require_output_dir()
         checkpoints = complete_directories(output_dir)
         if not checkpoints:
-            largest = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
-            checkpoints = [output_dir / name for name in largest if name is not None]
+            for kind in ("step", "epoch"):  # in this order: an epoch ends after its steps
+                name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
+                if name is not None:
+                    checkpoints.append(output_dir / name)
         if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
             raise CheckpointError(
                 f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
@@ -232,9 +236,9 @@ class FullStateDicts:
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
         config = text_config(read_json(path))
-        family = None if self._source.model_type is None else self._source.model_type.value
-        if family in list_specs():
-            spec = get_spec(family)
+        model_type = self._source.model_type
+        if model_type is not None and model_type.value in list_specs():
+            spec = get_spec(model_type.value)
         elif config.get("architectures"):
             spec = spec_for_architecture(config["architectures"][0])
         else:
@@ -244,8 +248,10 @@ class FullStateDicts:
 
 def _recipe_state(folder: Path) -> Path:
     """Return the file of a recipe's state: in the checkpoint, or in the folder that older releases have beside it."""
-    inside = folder / _RECIPE_STATE
-    return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
+    path = folder / _RECIPE_STATE
+    if path.is_file():
+        return path
+    return folder.parent / "recipe_state" / _RECIPE_STATE
 
 
 class _ConfigCheckpointer(CheckpointStore):
@@ -320,13 +326,15 @@ class _ConfigCheckpointer(CheckpointStore):
             CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
             UserError: the disk is full; earlier checkpoints are unchanged.
         """
-        number = step if dir_prefix == "step" and step is not None else epoch
+        number = epoch
+        if dir_prefix == "step" and step is not None:
+            number = step
         FullStateDicts(self, self._name_format).save(
             state_dict,
             f"{dir_prefix}_{number}",
             with_state=intermediate_checkpoint,
             adapter_only=adapter_only,
-            max_shard_bytes=_bytes(max_shard_size),
+            max_shard_bytes=_parse_size(max_shard_size),
         )
 
 
@@ -499,11 +507,14 @@ def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> 
     if not path.is_dir():
         return None
     numbered = []
-    for entry in path.iterdir():
-        match = re.match(pattern, entry.name)
+    for folder in path.iterdir():
+        match = re.match(pattern, folder.name)
         if match:
-            numbered.append((int(match[1]), entry.name))
-    return max(numbered)[1] if numbered else None
+            numbered.append((int(match[1]), folder.name))
+    if not numbered:
+        return None
+    _, name = max(numbered)
+    return name
 
 
 def update_state_dict_for_classifier(
@@ -535,10 +546,13 @@ def update_state_dict_for_classifier(
         del state_dict["output.bias"]
 
 
-def _bytes(size: str) -> int:
+def _parse_size(size: str) -> int:
+    """Return the bytes of a size such as ``"5GB"``. Raises ``CheckpointError`` if it is written otherwise."""
     for unit, factor in _UNITS.items():
+        if not size.upper().endswith(unit):
+            continue
         number = size.upper().removesuffix(unit)
-        if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
+        if number.strip().replace(".", "", 1).isdigit():
             return int(float(number) * factor)
     raise CheckpointError(f"max_shard_size: '{size}' is not a size: write it like 5GB.")
 

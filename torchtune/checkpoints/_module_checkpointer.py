@@ -120,7 +120,7 @@ class ModuleCheckpointer(CheckpointStore):
             tokenizer: see :meth:`save`.
 
         Raises:
-            CheckpointError: an entry of the state dict is not a tensor that a file can hold, or a trained parameter is
+            CheckpointError: a value of the state dict is not a tensor that a file can hold, or a trained parameter is
                 not in it.
         """
         tensors = _state_dict(models)
@@ -192,15 +192,15 @@ class ModuleCheckpointer(CheckpointStore):
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
             write_extra_files(folder, extra_files or {})
 
-        own_state = None
+        state_of_rank = None
         if state is not None:
-            own_state = rank_state(state, dict(models.named_parameters()), self._ranks)
+            state_of_rank = rank_state(state, dict(models.named_parameters()), self._ranks)
         # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
         return self._save(
             name,
             files,
             write_small_files,
-            own_state,
+            state_of_rank,
             ModelsOfRun(),
             cfg=cfg,
             optimizers=[],
@@ -218,7 +218,7 @@ class ModuleCheckpointer(CheckpointStore):
 
 
 def _state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other entries."""
+    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other values."""
     tensors = {}
     for key, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
