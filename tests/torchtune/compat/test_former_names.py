@@ -400,7 +400,10 @@ def test_conversions_of_gemma_2_are_inverse():
         "model.layers.0.pre_feedforward_layernorm.weight",
         "model.layers.0.post_attention_layernorm.weight",
     ]
-    hf_weights = {name: torch.rand(8, 8) if "proj" in name else torch.rand(8) for name in names}
+    hf_weights = {}
+    for name in names:
+        shape = (8, 8) if "proj" in name else (8,)
+        hf_weights[name] = torch.rand(shape)
     converted = convert.gemma2_hf_to_tune(hf_weights, num_heads=2, num_kv_heads=2, dim=8)
     assert {*converted} == {
         "tok_embeddings.weight",
