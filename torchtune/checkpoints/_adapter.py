@@ -259,7 +259,7 @@ def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
 
 
 def new_token_ids(weights: ModelWeights) -> list[int]:
-    """Return the ids of the new tokens whose rows are trained; all weights have the same ones."""
+    """Return the ids of the new tokens with trained rows, which are the same for all weights."""
     return next((ids for _, ids in weights.new_rows.values()), [])
 
 
@@ -279,7 +279,7 @@ def _drop_tied_rows(weights: ModelWeights, tensors: dict[str, torch.Tensor], fil
     """Remove the trained rows of a tied output from the tensors of an adapter file: ``peft`` may save them twice.
 
     Raises:
-        CheckpointError: they differ from those of the embedding.
+        CheckpointError: the rows of the output differ from the embedding's.
     """
     for external, name in _tied_weights(weights).items():
         tied_rows = f"{PEFT_PREFIX}{external.removesuffix('.weight')}{_TRAINED_ROWS}"
@@ -601,7 +601,7 @@ def _read_adapter(
     groups = groups_by_external_name(weight_map, description)
     _check_tying(weights, tensors, settings, file)
     try:
-        # Modules trained whole come first: they have the names of the base model, and what is left are adapters.
+        # Modules trained whole come first, with the names of the base model; the other tensors are adapters.
         trained = {}
         for name in list(tensors):
             external = name.removeprefix(PEFT_PREFIX)
@@ -713,7 +713,7 @@ def _expand_fused_adapters(
 def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
     """Return whether a tensor of an adapter file is a base weight.
 
-    ``peft`` saves that of an adapted output layer, and those of a resized vocabulary with new tokens.
+    ``peft`` saves the weight of an adapted output layer, and embedding and output of a resized vocabulary.
 
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
@@ -782,7 +782,7 @@ def adapter_tensors(
     for external, name in token_tensors(view).items():
         new_rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
     adapter_names = view.owned - new_rows.keys()
-    for names in view.owned_files.values():  # parameters of other conversions have files of their own
+    for names in view.owned_files.values():  # of other conversions, in separate files
         adapter_names.difference_update(names)
     adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
     unnamed = [name for name in adapters if name not in adapter_groups]
@@ -899,7 +899,7 @@ def adapted_modules(
 
 
 def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rank_pattern`` and ``alpha_pattern`` of modules whose rank or alpha is not that of most.
+    """Return ``rank_pattern`` and ``alpha_pattern`` of modules with another rank or alpha than the default.
 
     These are layers with numbers of their own, and fused projections, which have the sums over their projections.
     """
@@ -969,13 +969,13 @@ def _shortest_names(names: Collection[str], weight_map: WeightMap, description: 
 
 
 def _all_modules(weight_map: WeightMap, description: Description, names: Iterable[str] = ()) -> set[str]:
-    """Return the paths in ``transformers`` of all modules with weights and those in ``names``, and of their parents."""
+    """Return the paths in ``transformers`` of all modules with weights, of ``names``, and of their parents."""
     modules = set(names)
     for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
         for external in group.external:
             if external.endswith(".weight"):
                 modules.add(external.removesuffix(".weight"))
-    # peft looks at all modules, also at those that contain others.
+    # peft looks at all modules, with or without weights.
     for name in list(modules):
         parent = name.rpartition(".")[0]
         while parent and parent not in modules:
@@ -1085,7 +1085,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         rank, alpha = _rank_and_alpha_in_file(groups[name], settings)
         for path in {tune.partition(".lora_")[0] for tune in groups[name].tune}:
             layers.add(path)
-            if rank != base_rank and rank == int(rank):  # else the tensors do not fit, which their reader says
+            if rank != base_rank and rank == int(rank):  # load_adapter raises on a fraction, because the shapes differ
                 rank_pattern[re.escape(path)] = int(rank)
             if not math.isclose(alpha, base_alpha):
                 alpha_pattern[re.escape(path)] = alpha

@@ -162,13 +162,14 @@ class Bucket:
         Raises:
             RemoteError: the object store refuses.
             CheckpointError: another run has claimed the bucket.
-            ReplacedError: the folder holds another checkpoint by now; what was uploaded does not count.
+            ReplacedError: the folder holds another checkpoint by now; the upload has no marker and does not count.
         """
         self._check_owner()
         marker = (path / MARKER).read_bytes()
         names = sorted(parse_marker(marker)["crc32"])
         total = sum((path / name).stat().st_size for name in names)
         progress.start(path.name, total)
+        # Its marker first: a kill in between must not leave a checkpoint that seems complete.
         self.folder.remove_folder(path.name, first=MARKER)
         manifest = {}
         for name in names:
@@ -176,7 +177,7 @@ class Bucket:
             manifest[name] = {"size": sent.size, "sha256": sent.sha256}
         content = json.dumps({"files": manifest}, indent=1).encode()
         self.folder.write(f"{path.name}/{MANIFEST}", content)
-        if (path / MARKER).read_bytes() != marker:
+        if (path / MARKER).read_bytes() != marker:  # the files may be of two saves
             raise ReplacedError
         # Last: from here on, the checkpoint is complete.
         self.folder.write(f"{path.name}/{MARKER}", marker)
@@ -191,7 +192,8 @@ class Bucket:
         """
         name = checkpoint.name
         manifest = self._read_manifest(name)
-        get_logger().info(f"Downloading {self}/{name} ({sum(size for size, _ in manifest.values()) / 1e9:.2f} GB).")
+        total = sum(size for size, _ in manifest.values())
+        get_logger().info(f"Downloading {self}/{name} ({total / 1e9:.2f} GB).")
         with atomic_directory(output_dir / name) as folder:
             for file, (size, sha256) in manifest.items():
                 try:
@@ -202,7 +204,7 @@ class Bucket:
                     raise DamagedUploadError(f"{self}/{name}/{file} has {received.size:,} bytes instead of {size:,}")
                 if received.sha256 != sha256:
                     raise DamagedUploadError(f"{self}/{name}/{file} was changed since it was uploaded (its SHA-256)")
-            (folder / MARKER).write_bytes(checkpoint.marker)
+            (folder / MARKER).write_bytes(checkpoint.marker)  # not in the manifest, which is written before it
 
     def _read_manifest(self, name: str) -> dict[str, tuple[int, str]]:
         """Return size and SHA-256 of every file of a checkpoint."""
@@ -235,7 +237,7 @@ class Bucket:
             get_logger().warning(f"The best checkpoint so far is not here, its copy is damaged: {error}.")
 
     def prune(self, output_dir: Path, keep: int | None) -> None:
-        """Remove old checkpoints by the rule of the local folder, and what killed uploads have left.
+        """Remove old checkpoints by the rule of the local folder, and leftovers of killed uploads.
 
         Args:
             output_dir: the local folder, which lists the best checkpoints.
@@ -316,10 +318,10 @@ class Uploader:
             self._thread.start()
 
     def add_missing(self, checkpoints: list[RemoteCheckpoint]) -> None:
-        """Upload what a killed run has saved, but not uploaded, as far as the bucket would keep it.
+        """Upload the local checkpoints that a killed run has not uploaded, as far as the bucket would keep them.
 
         Args:
-            checkpoints: those in the bucket.
+            checkpoints: the complete checkpoints in the bucket.
         """
         saves = {checkpoint.name: checkpoint.saves for checkpoint in checkpoints}
         uploaded = set(saves)
@@ -332,7 +334,7 @@ class Uploader:
                 self.add(self._output_dir / name)
 
     def _run(self) -> None:
-        """Upload what is pending until the run ends and nothing is left; the thread's function."""
+        """Upload pending checkpoints until the run ends and none is left; the thread's function."""
         attempts = 0  # that failed one after another at the end of the run
         while True:
             with self._changed:

@@ -486,14 +486,17 @@ class CheckpointStore:
         models = _by_name(models)
         if self.output_dir is not None:
             self._saver.wait()
-        paths = {name: _weights_to_resume(model, path / _folder(name)) for name, model in models.items()}
+        # All models are checked before any is changed.
+        paths = {}
+        for name, model in models.items():
+            paths[name] = _weights_to_resume(model, path / _folder(name))
         for model in models.values():
             reshard(model)
         with self._ranks.raise_on_all():
             for name, model in models.items():
                 device = next(model.parameters()).device
                 weights = ModelWeights(model)
-                if weights.owned:
+                if weights.owned:  # its base weights are those of load_model
                     load_adapter(weights, paths[name], device)
                 else:
                     load_base(weights, open_weight_files(find_files(paths[name]), model), device)
@@ -699,7 +702,7 @@ class CheckpointStore:
         """Wait for the uploads.
 
         Args:
-            together: all ranks call this method, and those without an uploader wait for rank 0.
+            together: all ranks call this method, and ranks without an uploader wait for rank 0.
         """
         # One item per second or so, until all checkpoints are uploaded.
         waits = iter(()) if self._uploader is None else self._uploader.finish()

@@ -98,6 +98,7 @@ class FullStateDicts:
         adapter = newest / _ADAPTER_PT
         state_dicts: dict[str, Any] = {}
         if adapter.is_file():
+            # The base weights of the source: those beside the adapter have it merged in, if there are any.
             state_dicts[MODEL_KEY] = self._read_model(self._weight_files())
             state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
         else:
@@ -174,6 +175,7 @@ class FullStateDicts:
             _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
         elif self._name_format == "meta":
             meta_state_dict = tune_to_meta(dict(state_dict))
+            # Meta's files also have the output of models that tie it.
             meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
             _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
         else:

@@ -254,7 +254,7 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
 
 
 def newest_of(records: list[dict[str, Any]], names: Collection[str]) -> dict[str, Any] | None:
-    """Return the newest record of ``best.json`` whose checkpoint is in ``names``."""
+    """Return the newest record of ``best.json`` with a checkpoint in ``names``; None if there is none."""
     for record in reversed(records):
         if record["checkpoint"] in names:
             return record

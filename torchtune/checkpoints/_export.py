@@ -65,7 +65,7 @@ class Export:
         if tokenizer is None:
             return
         folders = [folder]
-        if (folder / ADAPTER_DIR).is_dir():  # peft and its users look for the tokenizer beside the adapter
+        if (folder / ADAPTER_DIR).is_dir():  # users of peft load the tokenizer from the adapter's folder
             folders.append(folder / ADAPTER_DIR)
         save_tokenizer(tokenizer, folders, self.source.checkpoint_dir)
         if self.generates:
@@ -114,7 +114,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         files, index = shard_files(tensors, max_shard_bytes, folder)
         if index is not None:
             json_files[folder + SAFETENSORS_INDEX] = index
-        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # beside merged weights, transformers would apply it a second time
+        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # transformers would apply an adapter next to merged weights again
     if view.has_adapter:
         base_name = source.base_name()
         composite = enclosing if is_text_decoder else None
@@ -280,7 +280,7 @@ def check_savable_tokenizer(tokenizer: Any) -> None:
 def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> None:
     """Write the files of a tokenizer into folders of a checkpoint.
 
-    If it cannot write them, ``TOKENIZER_MISSING.md`` says so in each folder: the source's tokenizer may be another one.
+    If it cannot write them, ``TOKENIZER_MISSING.md`` explains it in each folder: the source's tokenizer may differ.
 
     Args:
         tokenizer: tokenizer that trained.

@@ -263,10 +263,10 @@ class GGUFFile(WeightFiles):
                 )
         names = set(self._tensors)
         layers = self.need("{arch}.block_count")
-        if layers > len(names):  # before a model of so many layers is built: the number may be any
+        if layers > len(names):  # a damaged file may announce billions of layers
             raise CheckpointError(f"{self.path} lacks tensors: {layers} layers and {len(names)} tensors do not fit.")
         norm_eps = self.need("{arch}.attention.layer_norm_rms_epsilon")
-        # llama.cpp permutes the rows of queries and keys of Llama to the interleaved layout, and those of Qwen not.
+        # llama.cpp permutes the rows of queries and keys to the interleaved layout for Llama, but not for Qwen.
         is_qwen = self.architecture.startswith("qwen")
         return Description(
             vocab_size=self.shape("token_embd.weight")[0],
@@ -374,28 +374,35 @@ def _special_ids(file: GGUFFile) -> dict[str, int]:
     return ids
 
 
-def _build_tokenizer(file: GGUFFile) -> Any:
-    """Return the tokenizer in the metadata, as an object of the package ``tokenizers``."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-
-    if file.need("tokenizer.ggml.model") != "gpt2":
-        raise CheckpointError(
-            f"{file.path}: its tokenizer is '{file.need('tokenizer.ggml.model')}', only byte-level BPE ('gpt2') can be "
-            "read from GGUF: use the tokenizer files of the Hugging Face checkpoint."
-        )
-    supported = _pre_tokenizers()
+def _read_pre_tokenizer_name(file: GGUFFile) -> str:
+    """Return the ``tokenizer.ggml.pre`` of a file. Raises ``CheckpointError`` if it is not known."""
     pre = file.get("tokenizer.ggml.pre")
     if pre is None:
-        pre = "default"
         get_logger().warning(
             f"{file.path} does not say how text is cut before it is merged: it is cut as for GPT-2; compare some ids "
             "with the original tokenizer, or put its tokenizer.json beside the file."
         )
+        return "default"
+    supported = _pre_tokenizers()
     if pre not in supported:
         raise CheckpointError(
             f"{file.path}: the pre-tokenizer '{pre}' is not known, only {', '.join(supported)}: use the tokenizer "
             "files of the Hugging Face checkpoint."
         )
+    return pre
+
+
+def _build_tokenizer(file: GGUFFile) -> Any:
+    """Return the tokenizer in the metadata, as an object of the package ``tokenizers``."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    model_type = file.need("tokenizer.ggml.model")
+    if model_type != "gpt2":
+        raise CheckpointError(
+            f"{file.path}: its tokenizer is '{model_type}', only byte-level BPE ('gpt2') can be read from GGUF: use "
+            "the tokenizer files of the Hugging Face checkpoint."
+        )
+    pre = _read_pre_tokenizer_name(file)
     tokens = file.need("tokenizer.ggml.tokens")
     types = file.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -406,7 +413,7 @@ def _build_tokenizer(file: GGUFFile) -> Any:
         raise ValueError("the vocabulary has a token twice")
     # Llama 3's tokenizer takes a word of the vocabulary whole, even where its merges do not lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    tokenizer.pre_tokenizer = supported[pre]()
+    tokenizer.pre_tokenizer = _pre_tokenizers()[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     if pre == "qwen2":  # GGUF has no field for the normalizer of the published tokenizer
         tokenizer.normalizer = normalizers.NFC()
@@ -422,13 +429,12 @@ def _build_tokenizer(file: GGUFFile) -> Any:
     tokenizer.add_tokens(user_defined)
     byte_level = processors.ByteLevel(trim_offsets=False)
     if _adds_bos(file):
-        bos = _special_ids(file).get("bos")
-        if bos is None:
+        bos_id = _special_ids(file).get("bos")
+        if bos_id is None:
             raise CheckpointError(f"{file.path}: its tokenizer puts a token before every text and does not say which.")
+        bos = tokens[bos_id]
         template = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"],
-            pair=[tokens[bos], "$A", f"{tokens[bos]}:1", "$B:1"],
-            special_tokens=[(tokens[bos], bos)],
+            single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, bos_id)]
         )
         tokenizer.post_processor = processors.Sequence([byte_level, template])
     else:
@@ -438,7 +444,8 @@ def _build_tokenizer(file: GGUFFile) -> Any:
 
 def _adds_bos(file: GGUFFile) -> bool:
     """Return whether BOS is prepended; for Llama 3 the default is True, as in llama.cpp."""
-    return bool(file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.pre") == "llama-bpe"))
+    is_llama3 = file.get("tokenizer.ggml.pre") == "llama-bpe"
+    return bool(file.get("tokenizer.ggml.add_bos_token", is_llama3))
 
 
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -486,7 +493,8 @@ def export_gguf(
     for group in groups:
         for name in group.tune:
             types[name] = _quantization_type(gguf, name, model.get_parameter(name).shape, file_type)
-    metadata = {**_sizes(description, arch), **_tokenizer_metadata(source.checkpoint_dir, description.vocab_size)}
+    metadata = _sizes(description, arch)
+    metadata.update(_tokenizer_metadata(source.checkpoint_dir, description.vocab_size))
     files = source.open()
     with atomic_directory(output_dir) as folder:
         source.carry_files(folder)
@@ -512,12 +520,13 @@ def export_gguf(
         if divisors is not None:
             writer.write_tensor_data(divisors.numpy())
         for group in groups:
-            external = [files.read(name) for name in group.external]
+            external_tensors = [files.read(name) for name in group.external]
             if dtype is not None:
-                external = [tensor.to(dtype) for tensor in external]
-            for name, tensor in zip(group.tune, group.to_tune(external), strict=True):
+                external_tensors = [tensor.to(dtype) for tensor in external_tensors]
+            # llama.cpp has the order of rows that this library has, and other names.
+            for name, weight in zip(group.tune, group.to_tune(external_tensors), strict=True):
                 sign_of_life()
-                values = tensor.float().contiguous().numpy()
+                values = weight.float().contiguous().numpy()
                 writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
         writer.close()
 
@@ -538,7 +547,8 @@ def _quantization_type(gguf: ModuleType, name: str, shape: torch.Size, file_type
 
 
 def _add_metadata(writer: Any, key: str, value: Any) -> None:
-    if isinstance(value, bool):
+    """Add a value with the type that llama.cpp expects."""
+    if isinstance(value, bool):  # before integers, which bools are in Python
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
@@ -649,6 +659,7 @@ def _pre_tokenizer_name(tokenizer: Any) -> str | None:
     """Return the ``tokenizer.ggml.pre`` of a tokenizer's pre-tokenizer."""
     if tokenizer.pre_tokenizer is None:
         return None
+    # Compare results: one pre-tokenizer can be written in several ways.
     cuts = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in _PROBES]
     for name, make_pre_tokenizer in _pre_tokenizers().items():
         pre_tokenizer = make_pre_tokenizer()

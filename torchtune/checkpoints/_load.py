@@ -367,14 +367,13 @@ class StreamedSource(ModelSource):
     _readers: Mapping[str, CopySlice] = {}
 
     def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
-        """Load what is not a base weight; see :meth:`ModelSource.load`."""
+        """Load the adapter and other owned parameters; see :meth:`ModelSource.load`."""
         loaded = super().load(model, device, dtype)
         # The adapter may hold some of the base weights, trained whole.
         weights = ModelWeights(model)
         readers = {}
         for name, reader in self._readers.items():
-            parameters = weights.stored[name][1].names if name in weights.stored else [name]
-            if all(weights.parameters[parameter].is_meta for parameter in parameters):
+            if all(weights.parameters[parameter_name].is_meta for parameter_name in weights.storage_of(name)):
                 readers[name] = reader
         self._readers = readers
         return loaded
@@ -499,7 +498,7 @@ def load_base(
 
 
 def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, CopySlice], set[str]]:
-    """Return what reads each base weight of a model from files, in file order, and the names of new base weights.
+    """Return the reader of each base weight of a model, in file order, and the names of new base weights.
 
     Only the slice of this rank is read, straight into its shard.
 

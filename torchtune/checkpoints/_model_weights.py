@@ -28,7 +28,7 @@ from torchtune.modules.conversion import (
 from torchtune.modules.peft import LoRALinear, has_adapters, init_from_weight
 from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor, my_shard
 
-# Copies a slice of a full weight into a tensor.
+# Copies a slice of a full weight into a tensor; a reader copies it from files.
 CopySlice = Callable[[Slices, torch.Tensor], None]
 
 Content = Literal["model", "adapter", "merged"]
@@ -75,11 +75,12 @@ def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter
-    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)
+    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)  # of a DTensor, a shard
     return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Put a parameter into the model under a dotted name, and return it."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, parameter)
     return parameter
@@ -174,7 +175,7 @@ class ModelWeights:
 
     @cached_property
     def module_map(self) -> WeightMap:
-        """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of those in files."""
+        """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of names in files."""
         weight_map = self.identity[0].weight_map("hf")
         return weight_map.prefixed(dict(weight_map.modules))
 
@@ -183,15 +184,21 @@ class ModelWeights:
         """Group of each base weight in :attr:`module_map`, by its name in ``transformers``."""
         return groups_by_external_name(self.module_map, self.identity[1])
 
+    def storage_of(self, name: str) -> Sequence[str]:
+        """Return the names of the parameters that store a weight: usually its own."""
+        if name not in self.stored:
+            return [name]
+        _, stored_weight = self.stored[name]
+        return stored_weight.names
+
     def trained_groups(self, groups: Mapping[str, Group] | None = None) -> list[Group]:
         """Return the groups of the weights that are trained whole.
 
         Args:
-            groups: group of each base weight, by name; those of :attr:`module_map` by default.
+            groups: group of each base weight, by name; the groups of :attr:`module_map` by default.
 
         Raises:
-            CheckpointError: a weight has no name in files, or is a part of one, or of a module, whose other parts are
-                frozen.
+            CheckpointError: a weight has no name in files, or shares a tensor in files or a module with a frozen one.
         """
         if groups is None:
             groups = groups_by_weight(self.module_map, self.identity[1])
@@ -214,7 +221,7 @@ class ModelWeights:
         return list(trained_groups)
 
     def _check_modules_are_whole(self, groups: Mapping[str, Group], trained: Mapping[Group, None]) -> None:
-        """Raise ``CheckpointError`` if ``peft`` would save other weights with those that are trained."""
+        """Raise ``CheckpointError`` if a module has trained and frozen weights: ``peft`` would save all of them."""
         modules = set()
         for group in trained:
             modules.update(name.rpartition(".")[0] for name in group.external)
@@ -486,7 +493,7 @@ class UnreadWeights:
     """Base weights that stay in their files, and are in a model only while they are written.
 
     Args:
-        readers: what reads each weight, by its name.
+        readers: reader of each weight, by the name of the weight.
     """
 
     def __init__(self, readers: Mapping[str, CopySlice]) -> None:
@@ -497,21 +504,22 @@ class UnreadWeights:
         """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
 
         Args:
-            weights: the model's weights; those that are not read are on the meta device.
+            weights: the model's weights; unread ones are on the meta device.
             names: names of parameters and weights.
         """
         unread = [name for name in names if name in self._readers]
-        on_meta = {}
+        meta_parameters = {}
         for name in unread:
-            parameters = weights.stored[name][1].names if name in weights.stored else [name]
-            on_meta.update({parameter: weights.parameters[parameter] for parameter in parameters})
+            for parameter_name in weights.storage_of(name):
+                meta_parameters[parameter_name] = weights.parameters[parameter_name]
         try:
             for name in unread:
                 weights.fill(name, self._readers[name], torch.device("cpu"))
             yield
         finally:
-            for name, parameter in on_meta.items():
-                weights.parameters[name] = _set_parameter(weights.model, name, parameter)
+            # The model has the parameters without values again, which frees the values.
+            for parameter_name, parameter in meta_parameters.items():
+                weights.parameters[parameter_name] = _set_parameter(weights.model, parameter_name, parameter)
 
 
 def wrong_tensors(conversion: Conversion, call: str, returned: str, expected: str) -> ConversionError:
@@ -639,7 +647,7 @@ class SaveView(ModelWeights):
             raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
         weights = self.base.intersection(self.groups) | self.storage
         written: set[str] = set()
-        # Beside an adapter, a resume does not read the merged weights.
+        # A resume reads the adapter and not the merged weights.
         if self.has_weights and not (resumable and self.has_adapter):
             written |= weights
         if self.has_adapter or self.merges:

@@ -28,7 +28,7 @@ class ModuleCheckpointer(CheckpointStore):
     """Checkpoints of any ``nn.Module``: its state dict, buffers included, in ``model.safetensors``.
 
     For copied recipes that train a model of your own, on one process. Checkpoints have the completion marker, the
-    training state and the exact resume of :class:`CheckpointStore`; names are those of ``module.state_dict()``, so that
+    training state and the exact resume of :class:`CheckpointStore`, and the names of ``module.state_dict()``, so that
     ``module.load_state_dict(safetensors.torch.load_file(path))`` reads them.
 
     Args:
@@ -260,4 +260,5 @@ def _open_checked(model: nn.Module, folder: Path) -> WeightFiles:
 def _load(model: nn.Module, folder: Path) -> None:
     """Copy the tensors of a folder into the module's state dict."""
     files = _open_checked(model, folder)
+    # Into the existing tensors, which keep their device and dtype.
     model.load_state_dict(dict(files.stream()))

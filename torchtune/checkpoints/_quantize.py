@@ -121,7 +121,7 @@ def _quantizer_of_training(folder: Path) -> QATQuantizer | None:
     if not isinstance(component, dict):
         return None
     arguments = dict(component)
-    # The folder may come from anywhere: only classes of this library are called, not what its config names.
+    # The folder may come from anywhere: a class of another package that its config names is not called.
     module, _, class_name = str(arguments.pop("_component_", "")).rpartition(".")
     if module not in _QUANTIZER_MODULES:
         return None
@@ -236,7 +236,7 @@ def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torc
     if storage_format != "pack-quantized":
         return {name: values, name + SCALE: scale}
     packed = _pack(values, quantizer.bits)
-    shape = torch.tensor(weight.shape, dtype=torch.int64)  # the packed width says it only up to a word
+    shape = torch.tensor(weight.shape, dtype=torch.int64)  # of the packed values, the width follows only up to a word
     return {name + SHAPE: shape, name + PACKED: packed, name + SCALE: scale}
 
 
@@ -267,8 +267,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
     else:
         weights["strategy"] = "group"
         weights["group_size"] = group_size
-    # The format says how weights are stored: integers are packed into int32, unless the activations are quantized as
-    # well; then they stay plain, as kernels read them.
+    # Integers are packed into int32, unless the activations are quantized as well: kernels for these read plain ones.
     if quantizer.activations is None:
         inputs = None
         storage_format = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"

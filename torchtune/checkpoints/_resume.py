@@ -115,31 +115,29 @@ class ModelsOfRun:
                     f"{sources[name].checkpoint_dir} differ: set checkpointer.checkpoint_dir back, or start a new run "
                     "in another output_dir."
                 )
-        current = ModelsOfRun.of(self.trained, sources).frozen
-        for name in sorted(current.keys() | self.frozen.keys()):
-            difference = _frozen_difference(name, self.frozen.get(name), current.get(name))
-            if difference is not None:
-                raise CheckpointError(
-                    f"{checkpoint} {difference}: resume with the saved torchtune_config.yaml, or start a new run in "
-                    "another output_dir."
+        frozen = ModelsOfRun.of(self.trained, sources).frozen
+        for name in sorted(frozen.keys() | self.frozen.keys()):
+            current = frozen.get(name)
+            saved = self.frozen.get(name)
+            if current is None:
+                difference = f"by a run with a '{name}' model ({saved['folder']}), and this run has none"
+            elif saved is None:
+                difference = f"by a run without a '{name}' model, and this run has one ({current['folder']})"
+            elif current["files"] != saved["files"]:
+                difference = (
+                    f"by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
+                    "differ from it"
                 )
-
-
-def _frozen_difference(name: str, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> str | None:
-    """Return how a frozen model of the resuming run differs from the saved one; None if they are equal."""
-    if current is None:
-        return f"was saved by a run with a '{name}' model ({saved['folder']}), and this run has none"
-    if saved is None:
-        return f"was saved by a run without a '{name}' model, and this run has one ({current['folder']})"
-    if current["files"] != saved["files"]:
-        return (
-            f"was saved by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
-            "differ from it"
-        )
-    return None
+            else:
+                continue
+            raise CheckpointError(
+                f"{checkpoint} was saved {difference}: resume with the saved torchtune_config.yaml, or start a new run "
+                "in another output_dir."
+            )
 
 
 def _record(source: ModelSource, files: list[list[int]]) -> dict[str, Any]:
+    """Return the record of a model's weights: the folder is for messages, the fingerprint is compared."""
     return {"folder": str(source.checkpoint_dir), "files": files}
 
 
@@ -257,7 +255,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
                 treatment = OnResume.NEW
                 effect = f" ({_EXACT[key, old, new]})"
             if treatment is OnResume.KEPT and new is None:
-                continue  # a setting that is left out asks for nothing else
+                continue  # the setting was left out
             changes[treatment].append(f"{key} was {old} and is {new} now{effect}")
     fixed = changes[OnResume.FIXED]
     if fixed:
@@ -276,7 +274,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
 def check_same_settings(cfg: Any, ranks: Ranks) -> None:
     """Check that all ranks have the settings of rank 0; each machine reads its own command line and config.
 
-    Absolute paths, and what is logged, may differ between machines. A collective.
+    Absolute paths and settings of loggers may differ between machines. A collective.
 
     Args:
         cfg: settings of a recipe on this rank.
@@ -289,7 +287,7 @@ def check_same_settings(cfg: Any, ranks: Ranks) -> None:
 
     if ranks.size == 1:
         return
-    # The serialized settings again: secrets are redacted, and what comes from the environment is not resolved.
+    # The serialized settings again: secrets are redacted, and variables of the environment are not resolved.
     text = to_yaml(cfg)
     text_of_first = ranks.broadcast(text)
     with ranks.raise_on_all():
@@ -375,7 +373,7 @@ class Candidate:
 
 
 def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: Path) -> list[Candidate]:
-    """Return the checkpoints here and in the bucket, newest first; of equal saves those that are here.
+    """Return the local and uploaded checkpoints, newest first; of equal saves, local ones first.
 
     Two different checkpoints of one name are of two runs that went on from the same point: the newer one counts.
 

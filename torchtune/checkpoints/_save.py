@@ -572,7 +572,7 @@ def _pack(slices: list[TensorSlice] | None) -> bytearray:
 
 
 def _unpack(packet: memoryview) -> list[TensorSlice] | None:
-    """Deserialize the slices of :func:`_pack`, whose values share the packet's memory."""
+    """Deserialize the slices of :func:`_pack`; their values share the packet's memory."""
     if not packet:
         return None
     offset = 8 + int.from_bytes(packet[:8], "little")

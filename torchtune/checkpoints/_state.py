@@ -81,26 +81,28 @@ class _OptimizerParameters:
             CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
         """
         name_of = {parameter: name for name, parameter in parameters.items()}
+        optimizers: dict[str, Optimizer] = {}
+        for key, value in state.items():
+            optimizers.update(optimizers_of(key, value))
         names: dict[str, _NameGroups] = {}
         by_path: dict[str, torch.Tensor] = {}
-        for key, value in state.items():
-            for path, optimizer in optimizers_of(key, value):
-                names[path] = []
-                index = 0  # counts through all groups, as in the optimizer's state_dict
-                for group in optimizer.param_groups:
-                    group_names = []
-                    for parameter in group["params"]:
-                        if parameter not in name_of:
-                            raise CheckpointError(
-                                f"'{path}' trains a parameter that is in none of the models to be saved or resumed: "
-                                "pass every trained model, by name."
-                            )
-                        name = name_of[parameter]
-                        group_names.append(name)
-                        by_path[f"{path}/state/{index}"] = parameter
-                        by_path[f"{path}/state/{name}"] = parameter
-                        index += 1
-                    names[path].append(group_names)
+        for path, optimizer in optimizers.items():
+            names[path] = []
+            index = 0  # counts through all groups, as in the optimizer's state_dict
+            for group in optimizer.param_groups:
+                group_names = []
+                for parameter in group["params"]:
+                    if parameter not in name_of:
+                        raise CheckpointError(
+                            f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass "
+                            "every trained model, by name."
+                        )
+                    name = name_of[parameter]
+                    group_names.append(name)
+                    by_path[f"{path}/state/{index}"] = parameter
+                    by_path[f"{path}/state/{name}"] = parameter
+                    index += 1
+                names[path].append(group_names)
         return _OptimizerParameters(names, by_path)
 
     def of_tensor(self, path: str) -> torch.Tensor | None:
@@ -471,7 +473,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
             value.load_state_dict(saved)
         except _WRONG_VALUE as error:
             reason = " ".join(str(error).split()).rstrip(".")  # in one line
-            if not isinstance(error, ValueError | RuntimeError):  # others say only which value was wrong
+            if not isinstance(error, ValueError | RuntimeError):  # a KeyError's text is just the key
                 reason = f"{type(error).__name__}: {reason}"
             raise CheckpointError(
                 f"{folder}: its '{key}' does not fit this run ({reason}): resume with the saved torchtune_config.yaml."

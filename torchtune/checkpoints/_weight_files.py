@@ -343,7 +343,7 @@ class ScaledFiles(_QuantizedFiles):
                 self._block = (128, 128)
         else:
             self._scale = SCALE
-            weight_scale = f".weight{SCALE}"  # other scales are those of activations
+            weight_scale = f".weight{SCALE}"  # other scales belong to activations
         weights = [name.removesuffix(self._scale) for name in self._paths if name.endswith(weight_scale)]
         self._join(weights, (self._scale, PACKED, SHAPE))
         for name in weights:

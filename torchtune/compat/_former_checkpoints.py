@@ -201,7 +201,7 @@ class CheckpointClient:
             checkpoint[OPT_KEY] = self._full_optimizer(model, optimizer, single_device)
             checkpoint.update(training_progress.state_dict())
         if self._enable_async:
-            self._checkpointer.close()  # the last checkpoint waits for those that are still being written
+            self._checkpointer.close()  # waits for checkpoints that are still being written
         self._ranks.run_on_rank_0(
             partial(
                 self._checkpointer.save_checkpoint,
@@ -540,7 +540,7 @@ def copy_files(
     Args:
         input_dir: folder to copy, with its subfolders; hidden files and folders are left out.
         output_dir: folder to copy to; existing files are kept.
-        ignore_suffixes: files whose names end with one of these are left out.
+        ignore_suffixes: files with these endings are left out.
         max_file_size_mb: larger files are left out with a warning.
     """
     suffixes = tuple(ignore_suffixes or ())

@@ -27,7 +27,7 @@ from torchtune.modules.low_precision.quantizers import (
 from torchtune.modules.peft import DoRALinear, LoRALinear, QATLoRALinear, get_lora_module_names
 
 # Name in files -> name in models, with {} for the layer. Weight maps (torchtune.models.WeightMap) replace these tables:
-# changing a table does not change what a checkpointer does.
+# checkpointers do not read them.
 _FROM_HF = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q_proj.weight",
@@ -69,7 +69,7 @@ _TO_PEFT_KEYS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magn
 
 
 def update_stop_tokens_tracker(tokens: Tensor, stop_tokens: Tensor, stop_token_reached: Tensor) -> Tensor:
-    """Mark the sequences whose newest token is a stop token.
+    """Mark the sequences that end with a stop token.
 
     Args:
         tokens: newest token of each sequence, ``[b, 1]``.
@@ -173,7 +173,7 @@ def _check_keys(kind: str, keys: set[str], expected_keys: set[str]) -> None:
 
 
 def _unavailable(name: str) -> Callable[..., Any]:
-    """Return a function that raises, and names what replaces it; copied checkpointers import such a function."""
+    """Return a function that raises and names its replacement; copied checkpointers import such functions."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         raise CheckpointError(

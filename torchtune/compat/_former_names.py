@@ -19,7 +19,7 @@ def _names(module: str, target: str, names: str) -> dict[str, str]:
 
 
 def _modules(package: str, modules: str) -> dict[str, str]:
-    """Return rows of modules of a package whose names the package exports."""
+    """Return rows of modules whose package exports their names."""
     return {f"{package}.{module}": package for module in modules.split()}
 
 
@@ -125,7 +125,7 @@ MODULES = {
     "torchtune.training.checkpointing._checkpoint_client": "torchtune.compat",
     "torchtune.training.checkpointing._checkpointer": "torchtune.training",
     "torchtune.training.checkpointing._utils": "torchtune.training",
-    # until 0.2, `utils` had what is in `training` now
+    # until 0.2, `training` was a part of `utils`
     "torchtune.utils._checkpointing": "torchtune.training",
     "torchtune.utils._checkpointing._checkpointer": "torchtune.training",
     "torchtune.utils._checkpointing._checkpointer_utils": "torchtune.training",
@@ -304,7 +304,7 @@ _RL = (
 )
 _IMAGE_MAKING = "models that make images are not in this release; VisionTransformer and CLIP's vision encoder are."
 
-# Former module or name, with everything below it -> what replaces it.
+# Former module or name, with everything below it -> its replacement, as a sentence.
 GONE = {
     **dict.fromkeys(
         (
@@ -386,8 +386,8 @@ GONE = {
 }
 
 
-# Arguments that functions of earlier releases took: (the start of a function's path, argument) -> what replaces it. An
-# argument without a replacement has no effect.
+# Arguments of functions in earlier releases: (the start of a function's path, argument) -> replacement. An argument
+# without a replacement has no effect.
 ARGUMENTS = {
     ("torchtune.datasets.", "trust_remote_code"): None,
     ("torchtune.datasets.", "max_seq_len"): "set `tokenizer.max_seq_len`.",
@@ -397,7 +397,7 @@ ARGUMENTS = {
 
 
 def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
-    """Return whether a function took an argument in earlier releases, and what replaces it, if anything."""
+    """Return whether a function took an argument in earlier releases, and its replacement, if any."""
     for (start, name), replacement in ARGUMENTS.items():
         if name == argument and path.startswith(start):
             return True, replacement
@@ -411,7 +411,7 @@ def _locate(path: str) -> Any:
 
 
 def explain_gone(path: str) -> str | None:
-    """Return a sentence that says what replaces the module or name at ``path``, or ``None`` if it is not gone."""
+    """Return a sentence with the replacement of the module or name at ``path``, or ``None`` if it is not gone."""
     if path in MODULES or path in NAMES:
         return None
     parts = path.split(".")

@@ -46,7 +46,7 @@ _ATTRIBUTES = (
 
 
 class TuneRecipeArgumentParser(argparse.ArgumentParser):
-    """Argument parser whose defaults are the settings of the file ``--config``."""
+    """Argument parser with the settings of the file ``--config`` as defaults."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Errors that are shown to the user without a traceback, and the guard of code whose errors do not end a run."""
+"""Errors that are shown to the user without a traceback, and the guard of observers, which may fail during a run."""
 
 import random
 import time
@@ -57,10 +57,10 @@ class LostRankError(RuntimeError):
 class ObserverGuard:
     """Calls code that only watches a run; if it raises, the guard warns once, and the run goes on.
 
-    Loggers, reports, progress bars, profilers and figures of memory and speed are called through a guard of their own.
-    An observer that failed is called again the next time, because a server may come back or a disk may be emptied. One
-    whose failures have taken ``patience`` seconds is left out for the rest of the run: a server that is gone can cost
-    minutes per call until its client gives up.
+    Loggers, reports, progress bars, profilers and figures of memory and speed are called through a guard each. An
+    observer that failed is called again the next time, because a server may come back or a disk may be emptied. After
+    ``patience`` seconds of failures, it is left out for the rest of the run: a server that is gone can cost minutes per
+    call until its client gives up.
 
     ``KeyboardInterrupt``, ``SystemExit`` and the error of a lost rank pass through. A guarded call must not
     communicate with other ranks, because they would wait for a rank that leaves it early; see

@@ -274,7 +274,7 @@ class ForeignPathError(UserError):
 
 
 def cache_root() -> Path:
-    """Return the folder of what the library keeps between runs: ``$TORCHTUNE_CACHE``, or one in the user's cache."""
+    """Return the folder of the library's caches: ``$TORCHTUNE_CACHE``, or ``torchtune`` in the user's cache."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser()
 
@@ -304,14 +304,19 @@ def refuse_foreign(path: str | Path, key: str = "") -> None:
             except OSError:  # missing or not readable: opening it raises the error
                 break
             if parent_is_shared and status.st_uid not in trusted:
-                kind = "file"
-                if stat.S_ISLNK(status.st_mode):
-                    kind = "link"
-                elif stat.S_ISDIR(status.st_mode):
-                    kind = "folder"
                 setting = f"{key}: " if key else ""
                 raise ForeignPathError(
-                    f"{setting}the {kind} {part} belongs to another user of this machine (uid {status.st_uid}), who "
-                    "may have put anything there: use a folder of your own, such as one in your home, or remove it."
+                    f"{setting}the {_kind_of(status.st_mode)} {part} belongs to another user of this machine (uid "
+                    f"{status.st_uid}), who may have put anything there: use a folder of your own, such as one in your "
+                    "home, or remove it."
                 )
             parent_is_shared = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_IWOTH)
+
+
+def _kind_of(mode: int) -> str:
+    """Return the word for the kind of a path, given the mode in its status."""
+    if stat.S_ISLNK(mode):
+        return "link"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file"

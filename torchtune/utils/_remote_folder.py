@@ -109,7 +109,7 @@ class RemoteFolder:
             return self._fs.isfile(self._path)
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what the file system says of every file, by name; empty if there are none."""
+        """Return the file system's record of every file (size, tag, …), by name; empty if there are none."""
         with self._explained("cannot be listed"):
             self._fs.invalidate_cache()
             try:
@@ -270,7 +270,7 @@ def local_path(path: str | Path, key: str) -> Path:
 
 
 def _version(info: dict[str, Any]) -> list[Any]:
-    """Return what changes when an object is replaced: its size, and its tag or time."""
+    """Return size and tag (or time) of an object, which change when it is replaced."""
     for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified"):  # each file system has one of them
         if info.get(key):
             return [info["size"], str(info[key])]
