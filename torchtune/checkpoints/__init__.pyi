@@ -1,8 +1,9 @@
-from ._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_conversion, adapter_folder, num_classes_of_adapter
+from ._adapter import ADAPTER_FILE, adapter_conversion, adapter_folder, num_classes_of_adapter
 from ._adapter import adapted_copy as adapted_copy
 from ._adapter import base_of_adapter as base_of_adapter
 from ._adapter import has_adapter as has_adapter
 from ._adapter import has_conversion_files as has_conversion_files
+from ._adapter_settings import ADAPTER_CONFIG_FILE
 from ._checkpoint_store import CheckpointStore as CheckpointStore
 from ._checkpointers import ADAPTER_CONFIG as ADAPTER_CONFIG
 from ._checkpointers import ADAPTER_KEY as ADAPTER_KEY

@@ -12,13 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_DIR,
-    ADAPTER_FILE,
-    adapted_modules,
-    adapter_settings,
-)
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted_modules, adapter_settings
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors

@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 
-from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_DIR,
-    ADAPTER_FILE,
-    OWNED_INDEX,
-    adapter_tensors,
-)
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, adapter_tensors
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, SaveView
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file

@@ -15,15 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
     adapter_beside_base,
     adapter_init_method,
     add_new_tokens,
     find_adapter,
-    init_from_base,
     load_adapter,
     splittable_layers,
 )
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._model_weights import (
     CopySlice,
