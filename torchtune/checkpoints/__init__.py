@@ -11,8 +11,8 @@ One word per thing, in this package and its messages:
   **TensorGroup**: the external tensors of a group, to write.
 - **spec**: a full tensor on the meta device, for its shape and dtype. (A ``ModelSpec`` is that of a family.)
 - **slice**: one range per dimension of a full tensor. **Shard**: the slice of one rank, with its values.
-- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Shard file**:
-  one of several files that hold a model.
+- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Reader**: copies
+  a slice of one weight from its files into a tensor. **Shard file**: one of several files that hold a model.
 - **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
 - **source**: where one model of a run comes from: a folder, its weight files and its adapter; it **loads** a model.
 - **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** is a

@@ -404,12 +404,6 @@ def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
     return False, None
 
 
-def _locate(path: str) -> Any:
-    """Return the object at ``path``. Raises ``AttributeError`` if there is none."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def explain_gone(path: str) -> str | None:
     """Return a sentence with the replacement of the module or name at ``path``, or ``None`` if it is not gone."""
     if path in MODULES or path in NAMES:
@@ -456,16 +450,18 @@ def attribute(module: str, name: str) -> Any:
     missing = AttributeError(f"module '{module}' has no attribute '{name}'")
     if present is None:
         raise missing
+    present_module, _, present_name = present.rpartition(".")
     try:
-        value = _locate(present)
+        value = getattr(importlib.import_module(present_module), present_name)
     except AttributeError:
         raise missing from None
     _warn(path, present)
-    setattr(sys.modules[module], name, value)
+    setattr(sys.modules[module], name, value)  # found without this function from now on
     return value
 
 
 def _warn(path: str, present: str) -> None:
+    """Log the present path of a former name, once."""
     from torchtune.utils import get_logger, log_once
 
     log_once(get_logger(), f"{path} has moved to {present}: update the import, or the path in the config.", level=30)

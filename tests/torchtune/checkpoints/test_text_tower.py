@@ -64,7 +64,7 @@ def lora() -> LoRA:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_text_tower_comes_out_as_a_model_of_its_own(name, prefix, tmp_path):
+def test_text_decoder_of_a_composite_model_is_exported_as_a_model(name, prefix, tmp_path):
     hf = image_text_model(CONFIGS[name]())
     folder = tmp_path / "whole"
     hf.save_pretrained(folder)
@@ -102,16 +102,16 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
     return folder, weights
 
 
-def _same_other_towers(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> set[str]:
+def _same_other_towers(saved_tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> set[str]:
     """The names of the others, with tensors [3, 5] that no model of transformers has."""
     text_parts = ("language_model", "text_model", "lm_head")
     other_names = set()
     for name, tensor in expected.items():
         if tensor.shape == (3, 5) or not any(part in name for part in text_parts):
             other_names.add(name)
-    assert found.keys() == expected.keys()
+    assert saved_tensors.keys() == expected.keys()
     assert len(other_names) > 5
-    assert same_bits({key: found[key] for key in other_names}, {key: expected[key] for key in other_names})
+    assert same_bits({key: saved_tensors[key] for key in other_names}, {key: expected[key] for key in other_names})
     return other_names
 
 

@@ -249,7 +249,7 @@ def test_new_tokens_of_an_embedding_that_is_trained_whole_are_read_again(shape, 
 
 
 @pytest.mark.parametrize("module", ["tok_embeddings", "output"])
-def test_new_tokens_are_not_learned_by_half(module, tmp_path):
+def test_new_tokens_with_one_trained_matrix_of_two_are_refused(module, tmp_path):
     model = load(write_folder(tmp_path / "in"), lora(module))
     with pytest.raises(UserError, match="learned by half: train both"):
         fit_vocabulary(model, SimpleNamespace(vocab_size=400), resize=True)
