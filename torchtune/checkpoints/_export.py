@@ -103,7 +103,9 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         if enclosing is not None:
             weight_map = weight_map.prefixed(enclosing.prefixes)
         # Replicas take turns with the groups, so that all ranks write about as many bytes.
-        tensors = [view.tensor_group(group, turn) for turn, group in enumerate(weight_map.groups(description))]
+        tensors = []
+        for turn, group in enumerate(weight_map.groups(description)):
+            tensors.append(view.tensor_group(group, turn))
         if enclosing is not None:
             tensors += _other_tensors(enclosing, view.ranks)
         files, index = shard_files(tensors, max_shard_bytes, folder)
@@ -223,10 +225,11 @@ def config_of(
         config = text_config(read_json(source_dir / "config.json"), is_composite)
     if not _describes(config, spec, description):
         # Drop fields with two spellings, which could contradict each other.
-        config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
+        for key in ("rope_parameters", "torch_dtype"):
+            config.pop(key, None)
         longest = config.get("max_position_embeddings")
-        config |= spec.to_hf_config(description)
-        if longest:
+        config.update(spec.to_hf_config(description))
+        if longest:  # the model may be built with a shorter one
             config["max_position_embeddings"] = longest
     config.pop("quantization_config", None)  # the export is not quantized
     configs = [config]
@@ -398,8 +401,9 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
     elif not isinstance(published, list):
         published = [published]
     # Optional attributes: a tokenizer of a user's own may have neither.
-    trained_stops = [*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]
-    stops = list(dict.fromkeys([*published, *trained_stops]))
+    stop_tokens = getattr(tokenizer, "stop_tokens", ())
+    turn_ends = getattr(tokenizer, "turn_ends", ())
+    stops = list(dict.fromkeys([*published, *stop_tokens, *turn_ends]))  # once each
     if stops and (stops != published or not path.is_file()):
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         write_json(path, settings)

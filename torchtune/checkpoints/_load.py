@@ -22,7 +22,7 @@ from torchtune.checkpoints._adapter import (
     load_adapter,
     splittable_layers,
 )
-from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base, read_settings
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._model_weights import (
     CopySlice,
@@ -401,7 +401,7 @@ class StreamedSource(ModelSource):
         settings_file = None if adapter is None else adapter.with_name(ADAPTER_CONFIG_FILE)
         if settings_file is None or not settings_file.is_file():
             return False
-        settings = read_json(settings_file)
+        settings = read_settings(settings_file)
         return init_from_base(settings) is not None or bool(settings.get("trainable_token_indices"))
 
 

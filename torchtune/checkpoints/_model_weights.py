@@ -148,7 +148,9 @@ class ModelWeights:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._owned_by = [conversion.owned_parameters(model) for conversion in self.conversions]
         self.owned: set[str] = set().union(*self._owned_by)
-        trained = set().union(*(conversion.trained_weights(model) for conversion in self.conversions))
+        trained: set[str] = set()
+        for conversion in self.conversions:
+            trained.update(conversion.trained_weights(model))
         self.trained_whole = [name for name in self.parameters if name in trained]
         self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
         self.storage: set[str] = set()
@@ -200,6 +202,8 @@ class ModelWeights:
         Raises:
             CheckpointError: a weight has no name in files, or shares a tensor in files or a module with a frozen one.
         """
+        if not self.trained_whole:
+            return []
         if groups is None:
             groups = groups_by_weight(self.module_map, self.identity[1])
         trained = set(self.trained_whole)
@@ -229,11 +233,11 @@ class ModelWeights:
             if group in trained:
                 continue
             for name in group.external:
-                module = next((module for module in modules if name.startswith(f"{module}.")), None)
-                if module is not None:
+                shared = sorted(modules.intersection(parent_modules(name)))
+                if shared:
                     raise CheckpointError(
-                        f"train_modules: peft saves '{module}' whole, with '{group.tune[0]}', which would stay frozen: "
-                        "name it, too, or leave out the rest of the module."
+                        f"train_modules: peft saves '{shared[-1]}' whole, with '{group.tune[0]}', which would stay "
+                        "frozen: name it, too, or leave out the rest of the module."
                     )
 
     @cached_property
@@ -394,7 +398,8 @@ class ModelWeights:
         if rows.start == rows.stop:
             return
         columns = stored_weight.shape[1:]
-        weight = torch.empty(rows.stop - rows.start, *columns, dtype=stored_weight.dtype, device=device)
+        num_rows = rows.stop - rows.start
+        weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
         copy_slice((rows, *full_slices(columns)), weight)
         for parameter, tensor in self._from_full(name, weight).items():
             slices, local = shards[parameter]
@@ -613,7 +618,11 @@ class SaveView(ModelWeights):
         moved = set()
         for conversion in self.conversions:
             moved |= conversion.moved_parameters(self.model)
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad or name in moved]
+        names = []
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad or name in moved:
+                names.append(name)
+        return names
 
     def _in_adapter(self, *, merge: bool = False) -> set[str]:
         """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
@@ -741,8 +750,9 @@ class SaveView(ModelWeights):
                 weight = parameter
         if name in self.stored or not isinstance(parameter, DTensor):
             # Every rank has the full weight.
+            slices = full_slices(weight.shape)
             is_writer = self.ranks.rank == turn % self.ranks.size
-            return LocalShard(self.specs[name], full_slices(weight.shape), weight.detach(), is_writer)
+            return LocalShard(self.specs[name], slices, weight.detach(), is_writer)
         shard = LocalShard.of(parameter, self.ranks, turn)
         if weight is parameter:
             return shard

@@ -50,7 +50,7 @@ _DTYPES = {
 
 
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the full tensor's shape and dtype."""
+    """Return a tensor on the meta device with the shape and dtype of a full tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -440,7 +440,8 @@ class Saver:
 
             def begin() -> Path:
                 stack.enter_context(self._lock.held())
-                return stack.enter_context(new_directory(job.output_dir, job.name, checksums, last_save=job.last_save))
+                directory = new_directory(job.output_dir, job.name, checksums, last_save=job.last_save)
+                return stack.enter_context(directory)
 
             folder = ranks.run_on_rank_0(begin)
             with ranks.raise_on_all():

@@ -183,7 +183,8 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
     # Ranks compare this signature: their files must hold shards of the same tensors.
     layout = []
     for name, state_tensor in tensors.items():
-        layout.append([name, state_tensor.node.get("shape"), state_tensor.node.get("dtype")])
+        node = state_tensor.node
+        layout.append([name, node.get("shape"), node.get("dtype")])
     file = TensorFile(_file_of(ranks.rank), groups, metadata)
     return RankState(file, structure, signature=json.dumps(layout).encode())
 
@@ -336,7 +337,8 @@ class _RankFiles:
             if overlap is None:
                 continue
             in_file = _relative(overlap, shard)
-            values[_relative(overlap, slices)] = self.file(rank).read(name, in_file or None)
+            in_values = _relative(overlap, slices)
+            values[in_values] = self.file(rank).read(name, in_file or None)
             num_missing -= math.prod(dim.stop - dim.start for dim in overlap)
             self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)
@@ -513,7 +515,9 @@ def _check_optimizer_kind(key: str, value: Any, saved: Any, folder: Path) -> Non
         return
     try:
         for path, optimizer in optimizers_of(key, value):
-            saved_state = saved if path == key else saved.get(path.removeprefix(f"{key}/"), {})
+            saved_state = saved
+            if path != key:  # of a wrapper of several
+                saved_state = saved.get(path.removeprefix(f"{key}/"), {})
             check_state_format(optimizer, saved_state)
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error

@@ -417,9 +417,11 @@ class ScaledFiles(_QuantizedFiles):
             for possible_bits in (8, 4):  # a single word may be either, and is taken for the smaller
                 if packed_shape == (shape[0], math.ceil(width * possible_bits / 32)):
                     bits = possible_bits
-            # Words of a row hold values of several columns: complete rows are read.
-            complete_rows = None if bits is None else (slices[0], slice(0, packed_shape[1]))
-            values = super().read(stored, complete_rows)
+            stored_slices = None
+            if bits is not None:
+                # Words of a row hold values of several columns: complete rows are read.
+                stored_slices = (slices[0], slice(0, packed_shape[1]))
+            values = super().read(stored, stored_slices)
             if values.dtype == torch.int32 and bits is not None:
                 return unpack(values, bits, width)[:, slices[1]]
         raise CheckpointError(
@@ -470,7 +472,9 @@ def _read_block_size(config: Path) -> BlockSize | None:
     Raises:
         CheckpointError: ``quantization_config`` in ``config.json`` has an unsupported value.
     """
-    settings = read_json(config).get("quantization_config") if config.is_file() else None
+    settings = None
+    if config.is_file():
+        settings = read_json(config).get("quantization_config")
     sizes: dict[str, Any] = {}
     try:
         for path, supported in _SUPPORTED_FIELDS.items():
@@ -552,7 +556,8 @@ class Mxfp4Files(_QuantizedFiles):
             slices = full_slices(shape)
         experts, rows, columns = slices  # [e, in, out]
         groups = slice(rows.start // _MXFP4_GROUP, math.ceil(rows.stop / _MXFP4_GROUP))
-        rows_of_groups = slice(rows.start - groups.start * _MXFP4_GROUP, rows.stop - groups.start * _MXFP4_GROUP)
+        first_row = groups.start * _MXFP4_GROUP  # of the groups, which may begin before the slice
+        rows_of_groups = slice(rows.start - first_row, rows.stop - first_row)
         sizes = [dim.stop - dim.start for dim in slices]
         weight = torch.empty(sizes, dtype=torch.bfloat16)
         for index, expert in enumerate(range(experts.start, experts.stop)):

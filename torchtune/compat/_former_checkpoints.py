@@ -231,6 +231,7 @@ class CheckpointClient:
         _, rank = get_world_size_and_rank()
         is_rank_zero = rank == 0
         adapter_params = get_adapter_params(model)
+        # A collective: the other ranks take part in it and receive nothing.
         tensors = gather_cpu_state_dict(model, is_rank_zero, self._device, adapter_weights_only=adapter_only)
         checkpoint: dict[str, Any] = {}
         if adapter_params:
@@ -240,9 +241,15 @@ class CheckpointClient:
         if adapter_only:
             return checkpoint
         if adapter_params and is_rank_zero:
-            adapted_layer = next(module for module in model.modules() if hasattr(module, "adapter_params"))
-            settings = adapter_config or {"r": adapted_layer.rank, "lora_alpha": adapted_layer.alpha}
-            tensors = get_merged_lora_ckpt(dict(tensors), rank=settings["r"], alpha=settings["lora_alpha"])
+            # As in earlier releases, the weights of the model have the adapter merged in.
+            if adapter_config:
+                rank_of_adapter = adapter_config["r"]
+                alpha = adapter_config["lora_alpha"]
+            else:  # all adapters of the model have the same
+                adapted_layer = next(module for module in model.modules() if hasattr(module, "adapter_params"))
+                rank_of_adapter = adapted_layer.rank
+                alpha = adapted_layer.alpha
+            tensors = get_merged_lora_ckpt(dict(tensors), rank=rank_of_adapter, alpha=alpha)
         checkpoint[MODEL_KEY] = tensors
         return checkpoint
 
@@ -285,7 +292,7 @@ class CheckpointClient:
         directories = complete_directories(self._checkpointer.output_dir)
         if directories:
             newest = directories[-1]
-            if (newest / "recipe_state.pt").is_file():
+            if (newest / _RECIPE_STATE_FILE).is_file():
                 raise CheckpointError(
                     f"{newest} was saved as a full state dict: resume it with enable_async_checkpointing=False."
                 )
