@@ -211,49 +211,49 @@ def batch_to_device(batch: MutableMapping[str, Any], device: "torch.device") -> 
 
 
 # Whether a run is simulated, and whether its CPU allocations count as host memory.
-_is_active = False
-_is_on_host = False
+_is_simulated = False
+_counts_host_memory = False
 
 
 def is_simulated() -> bool:
     """Return whether :func:`simulated` is active; a simulation writes no files and calls no remote service."""
-    return _is_active
+    return _is_simulated
 
 
 def computes_on_cpu(device: "torch.device") -> bool:
     """Return whether CPU-specific code paths apply; in a simulation, CPU tensors represent accelerator tensors."""
-    return device.type == "cpu" and not _is_active
+    return device.type == "cpu" and not _is_simulated
 
 
 def launches_kernels(device: "torch.device") -> bool:
     """Return whether an uncompiled operator costs a launch: on CUDA, and in a simulation, which stands for it."""
-    return device.type == "cuda" or (device.type == "cpu" and _is_active)
+    return device.type == "cuda" or (device.type == "cpu" and _is_simulated)
 
 
 @contextmanager
 def simulated() -> Iterator[None]:
     """Context manager in which CPU tensors represent accelerator tensors."""
-    global _is_active
-    was_active = _is_active
-    _is_active = True
+    global _is_simulated
+    was_active = _is_simulated
+    _is_simulated = True
     try:
         yield
     finally:
-        _is_active = was_active
+        _is_simulated = was_active
 
 
 @contextmanager
 def allocates_on_host() -> Iterator[None]:
     """Context manager in which a simulation counts CPU allocations as host memory."""
-    global _is_on_host
-    was_on_host = _is_on_host
-    _is_on_host = True
+    global _counts_host_memory
+    was_on_host = _counts_host_memory
+    _counts_host_memory = True
     try:
         yield
     finally:
-        _is_on_host = was_on_host
+        _counts_host_memory = was_on_host
 
 
 def is_on_host() -> bool:
     """Return whether :func:`allocates_on_host` is active."""
-    return _is_on_host
+    return _counts_host_memory

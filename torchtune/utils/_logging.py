@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-SCREEN_FORMAT = "%(levelname)s:%(name)s:%(message)s"
+_SCREEN_FORMAT = "%(levelname)s:%(name)s:%(message)s"
+_FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+# Messages of log_once, in order.
 _LOGGED_ONCE: dict[str, None] = {}
-
-LOG_DIR = "logs"
+# Folder of log files in a run's output folder.
+_LOG_DIR = "logs"
 # Printed once per machine, for any number of ranks.
 LOST = "another rank is lost"
 # Environment variable with the process id of `tune run`, for the workers started by torchrun.
@@ -32,8 +34,8 @@ AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
 MACHINES_VARIABLE = "TORCHTUNE_NNODES"
 # Environment variable with the seconds between the signal that stops a run and its kill, the option --grace.
 GRACE_VARIABLE = "TORCHTUNE_GRACE"
+# Start of the names of empty files that mark an error as printed on this machine.
 _MARKER_PREFIX = "said_"
-_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def get_logger(level: str | None = None) -> logging.Logger:
@@ -49,7 +51,7 @@ def get_logger(level: str | None = None) -> logging.Logger:
     logger = logging.getLogger("torchtune")
     if not logger.hasHandlers():
         handler = _ScreenHandler()
-        handler.setFormatter(logging.Formatter(SCREEN_FORMAT))
+        handler.setFormatter(logging.Formatter(_SCREEN_FORMAT))
         logger.addHandler(handler)
     if level is not None:
         logger.setLevel(level.upper())
@@ -135,7 +137,7 @@ class LogFile(logging.FileHandler):
         self.path = path
         self._has_warned = False
         self._handles_crashes = False
-        self.setFormatter(logging.Formatter(_FORMAT))
+        self.setFormatter(logging.Formatter(_FILE_FORMAT))
 
     @property
     def descriptor(self) -> int | None:
@@ -153,6 +155,7 @@ class LogFile(logging.FileHandler):
             super().emit(record)
 
     def _start(self) -> None:
+        """Create the file, with a first line on this process, and write crashes to it, too."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.stream = self._open()
         self._handles_crashes = not faulthandler.is_enabled()
@@ -180,7 +183,8 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
-_file: LogFile | None = None
+# The file of get_run_logger, and the last error that note_in_run_log has written to it.
+_run_log: LogFile | None = None
 _last_noted: str | None = None
 # The functions that were installed before.
 _previous_showwarning: Any = None
@@ -198,19 +202,19 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
         output_dir: output folder of the run. Nothing is created there before the first record.
         level: ``"DEBUG"``, ``"INFO"`` …
     """
-    global _file, _previous_showwarning, _previous_excepthook
+    global _run_log, _previous_showwarning, _previous_excepthook
     logger = get_logger(level)
     close_run_logger()
     rank = get_rank()
     if rank != 0:
         if not logger.handlers:  # the root logger's handlers show the level chosen by the application
             logger.addHandler(logging.StreamHandler())
-            logger.handlers[-1].setFormatter(logging.Formatter(SCREEN_FORMAT))
+            logger.handlers[-1].setFormatter(logging.Formatter(_SCREEN_FORMAT))
         logger.propagate = False
         for handler in logger.handlers:
             handler.setLevel(logging.ERROR)
-    _file = LogFile(Path(output_dir) / LOG_DIR / f"rank_{rank}.log")
-    logger.addHandler(_file)
+    _run_log = LogFile(Path(output_dir) / _LOG_DIR / f"rank_{rank}.log")
+    logger.addHandler(_run_log)
     _previous_showwarning = warnings.showwarning
     warnings.showwarning = _log_warning
     _previous_excepthook = sys.excepthook
@@ -220,13 +224,13 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
 
 def close_run_logger() -> None:
     """Close the file of :func:`get_run_logger`, if any."""
-    global _file, _last_noted
-    if _file is None:
+    global _run_log, _last_noted
+    if _run_log is None:
         return
     _last_noted = None
-    get_logger().removeHandler(_file)
-    _file.close()
-    _file = None
+    get_logger().removeHandler(_run_log)
+    _run_log.close()
+    _run_log = None
     if warnings.showwarning is _log_warning:
         warnings.showwarning = _previous_showwarning
     if sys.excepthook is _log_exception:
@@ -235,13 +239,13 @@ def close_run_logger() -> None:
 
 def run_log_path(rank: int) -> Path | None:
     """Return the path of a rank's log file; ``None`` without :func:`get_run_logger`."""
-    return None if _file is None else _file.path.with_name(f"rank_{rank}.log")
+    return None if _run_log is None else _run_log.path.with_name(f"rank_{rank}.log")
 
 
 def dump_stacks(title: str) -> None:
     """Write the stack traces of all threads to the log file, or to stderr without a log file."""
-    if _file is not None:
-        _file.handle(_error_record(title))
+    if _run_log is not None:
+        _run_log.handle(_error_record(title))
     faulthandler.dump_traceback(_stacks_file())
 
 
@@ -258,9 +262,9 @@ def dump_stacks_after(seconds: float | None) -> None:
 
 def _stacks_file() -> Any:
     """Return the descriptor of the log file, or stderr without one; faulthandler takes both."""
-    if _file is None or _file.descriptor is None:
+    if _run_log is None or _run_log.descriptor is None:
         return sys.__stderr__
-    return _file.descriptor
+    return _run_log.descriptor
 
 
 def note_in_run_log(text: str) -> None:
@@ -269,12 +273,12 @@ def note_in_run_log(text: str) -> None:
     Do nothing without a log file, if the run's folder does not exist, or if ``text`` is also the last error noted.
     """
     global _last_noted
-    if _file is None or text == _last_noted:
+    if _run_log is None or text == _last_noted:
         return
-    has_folder = _file.descriptor is not None or _file.path.parents[1].is_dir()
+    has_folder = _run_log.descriptor is not None or _run_log.path.parents[1].is_dir()
     if has_folder:
         _last_noted = text
-        _file.handle(_error_record(text))
+        _run_log.handle(_error_record(text))
 
 
 def first_to_say(text: str, *, shared: bool = False) -> bool:
@@ -317,9 +321,9 @@ def _log_warning(
     message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
 ) -> None:
     """Write a warning to the log file, and show it on rank 0; replaces ``warnings.showwarning``."""
-    if file is None and _file is not None:
+    if file is None and _run_log is not None:
         text = warnings.formatwarning(message, category, filename, lineno, line).rstrip()
-        _file.handle(logging.LogRecord("torchtune", logging.WARNING, filename, lineno, text, None, None))
+        _run_log.handle(logging.LogRecord("torchtune", logging.WARNING, filename, lineno, text, None, None))
     if file is not None or get_rank() == 0:
         _previous_showwarning(message, category, filename, lineno, file, line)
 
