@@ -4,25 +4,26 @@ One word per thing, in this package and its messages:
 
 - **weight**: a full tensor of a model, under this library's name. **Parameter**: an ``nn.Parameter`` of a module. Most
   weights are one parameter; a conversion may store a weight in others (``StoredWeight``), which are its storage.
-- **base weights** and **owned parameters**: the weights of the model without conversions, and what a conversion adds
-  and saves apart from them, such as an adapter.
+- **base weights** and **owned parameters**: the weights of the model without conversions, and the parameters that a
+  conversion adds and saves apart from them, such as an adapter.
 - **external tensor**, **external name**: a tensor in a file of another format, and its name there.
 - **group**: the weights and external tensors that are converted together (:class:`torchtune.models.Group`).
   **TensorGroup**: the external tensors of a group, to write.
 - **spec**: a full tensor on the meta device, for its shape and dtype. (A ``ModelSpec`` is that of a family.)
 - **slice**: one range per dimension of a full tensor. **Shard**: the slice of one rank, with its values.
-- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Shard file**:
-  one of several files that hold a model.
+- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Reader**: copies
+  a slice of one weight from its files into a tensor. **Shard file**: one of several files that hold a model.
 - **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
 - **source**: where one model of a run comes from: a folder, its weight files and its adapter; it **loads** a model.
-- **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** holds a
-  store, and has the arguments of configs.
-- **checkpoint**: a folder ``epoch_N`` or ``step_N``, **complete** if it has the marker. **State**: what a resume needs
-  besides the weights. **Export**: the files of one model in a checkpoint, as other libraries load them.
+- **store**: the sources of all models of a run, by name, and the folder of its checkpoints. A **checkpointer** is a
+  store of one model, with the arguments of configs.
+- **checkpoint**: a folder ``epoch_N`` or ``step_N``, **complete** if it has the marker. **State**: optimizers,
+  schedules, positions and random number generators, which a resume needs besides the weights. **Export**: the files of
+  one model in a checkpoint, as other libraries load them.
 
-On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_open`` and
-``_weight_files`` (its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``,
-``_export`` (which files), ``_model_weights`` and ``_save`` (all ranks write).
+On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files``
+(its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
+files), ``_model_weights`` and ``_save`` (all ranks write).
 """
 
 from torchtune._lazy import attach_stub

@@ -1,8 +1,9 @@
-from ._adapter import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_conversion, adapter_folder, num_classes_of_adapter
+from ._adapter import ADAPTER_FILE, adapter_conversion, adapter_folder, num_classes_of_adapter
 from ._adapter import adapted_copy as adapted_copy
 from ._adapter import base_of_adapter as base_of_adapter
 from ._adapter import has_adapter as has_adapter
 from ._adapter import has_conversion_files as has_conversion_files
+from ._adapter_settings import ADAPTER_CONFIG_FILE
 from ._checkpoint_store import CheckpointStore as CheckpointStore
 from ._checkpointers import ADAPTER_CONFIG as ADAPTER_CONFIG
 from ._checkpointers import ADAPTER_KEY as ADAPTER_KEY
@@ -27,7 +28,7 @@ from ._directories import checkpoints_in as checkpoints_in
 from ._directories import verify_checkpoint as verify_checkpoint
 from ._export import check_savable_tokenizer
 from ._gguf import GGUFFile as GGUFFile
-from ._gguf_convert import gguf_to_hf as gguf_to_hf
+from ._gguf import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
 from ._load import StreamedSource

@@ -1,4 +1,7 @@
-"""Adapter files: PEFT's layout (read and written) and the layout of older checkpoints (read)."""
+"""Adapter files: PEFT's layout (read and written) and the layout of older checkpoints (read).
+
+Their settings are in :mod:`torchtune.checkpoints._adapter_settings`.
+"""
 
 import math
 import re
@@ -11,16 +14,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtune.checkpoints._adapter_settings import (
+    ADAPTER_CONFIG_FILE,
+    LORA_A,
+    PEFT_ALPHA,
+    adapted_modules,
+    adapter_settings,
+    check_settings,
+    init_from_base,
+    module_of,
+    modules_to_save,
+    rank_and_alpha_in_file,
+    read_settings,
+    token_indices,
+)
 from torchtune.checkpoints._model_weights import (
     ModelWeights,
     SaveView,
     groups_by_external_name,
     groups_by_weight,
     identity,
+    parent_modules,
 )
-from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
 from torchtune.checkpoints._save import TensorGroup
-from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, check_exists, read_json
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    check_exists,
+    open_weight_files,
+    read_json,
+)
 from torchtune.models import (
     PEFT_PREFIX,
     Description,
@@ -46,215 +70,10 @@ OWNED_INDEX = "adapter_conversions.json"
 # Folder of the adapter in a checkpoint of merged weights.
 ADAPTER_DIR = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 # In order of preference. Older checkpoints hold the adapter twice: as .pt, with this library's names, and as
 # .safetensors, in which the rows of Qwen models are in the wrong order.
 _OLDER_FILE = "adapter_model.pt"
 _FILES = (_OLDER_FILE, ADAPTER_FILE, "adapter_model.bin")
-
-# Settings of adapter_config.json that are compared with the model, or handled elsewhere.
-_COMPARED = (
-    "peft_type r lora_alpha use_dora use_rslora rank_pattern alpha_pattern init_lora_weights bias "
-    "trainable_token_indices"
-).split()
-# Settings that may have any value: origin and training of the adapter, options of other settings, and target modules,
-# which follow from the tensors.
-_ANY_VALUE = (
-    "auto_mapping base_model_name_or_path revision peft_version task_type inference_mode lora_dropout loftq_config "
-    "eva_config corda_config lora_ga_config megatron_core qalora_group_size target_modules target_parameters "
-    "exclude_modules layers_to_transform layers_pattern ensure_weight_tying"
-).split()
-# Rank and alpha of peft for a file without them.
-_PEFT_RANK = 8
-_PEFT_ALPHA = 8
-# Maximum of alpha and rank; NaN fails the comparison with it, too.
-_LARGEST = 1e30
-# Values of init_lora_weights that leave the base weights unchanged, and values with which peft subtracts the initial
-# adapter from them.
-_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_INITS_FROM_BASE = ("pissa", "olora")
-
-# Names in transformers of the stacked weights of gated experts. If checkpoints hold one tensor per expert, adapter
-# files do too, and peft stacks them.
-_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
-# Suffixes of this library's adapter names for linear layers; other adapters belong to experts.
-_LINEAR_SUFFIXES = (".weight", ".magnitude")
-_LORA_A = ".lora_a.weight"
-_LAYER_PREFIX = re.compile(r".*\.layers\.\d+\.")  # prefix of a path within a layer
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings in an ``adapter_config.json``.
-
-    Raises:
-        CheckpointError: it is not a JSON object, or rank, alpha or a flag has the wrong type.
-    """
-    settings = read_json(path)
-    for key, types, expected in (
-        ("r", (int,), "a whole number from 1"),
-        ("lora_alpha", (int, float), "a number"),
-        ("use_dora", (bool,), "true or false"),
-        ("use_rslora", (bool,), "true or false"),
-    ):
-        if key not in settings:
-            continue
-        value = settings[key]
-        fits = type(value) in types and abs(value) < _LARGEST
-        if not fits or (key == "r" and value < 1):
-            raise CheckpointError(f"{path}: {key} is {value!r}, where {expected} is expected: correct it.")
-    for key in ("rank_pattern", "alpha_pattern"):
-        value = settings.get(key)
-        if value and not _is_number_by_pattern(value):
-            raise CheckpointError(
-                f"{path}: {key} is {value!r}, where numbers by patterns of module names are expected: correct it."
-            )
-    return settings
-
-
-def _is_number_by_pattern(value: Any) -> bool:
-    """Return whether a setting maps regular expressions to positive numbers."""
-    if not isinstance(value, dict):
-        return False
-    try:
-        for pattern in value:
-            re.compile(pattern)
-    except re.error:
-        return False
-    return all(type(number) in (int, float) and 0 < number < _LARGEST for number in value.values())
-
-
-def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
-    """Compare an ``adapter_config.json`` with the model; return its settings.
-
-    An unknown setting raises unless it is off, because it may change how the same tensors are used.
-
-    Args:
-        weights: weights of a model with adapters.
-        path: the file; if it is missing, the model's settings are assumed, with a warning.
-
-    Raises:
-        CheckpointError: a setting is unknown, not supported, or differs from the model's.
-    """
-    if not path.is_file():
-        get_logger().warning(f"There is no {path}: the adapter is assumed to have the model's alpha.")
-        return {}
-    settings = read_settings(path)
-    if settings.get("peft_type", "LORA") != "LORA":
-        raise CheckpointError(f"{path}: an adapter of type {settings['peft_type']} cannot be read, only LORA.")
-    for key, value in settings.items():
-        if value and not _is_supported(key, value, settings, weights):
-            raise CheckpointError(
-                f"{path}: {key} = {value!r} cannot be expressed: use an adapter without it, or merge it into its base "
-                "with peft and start from the merged model."
-            )
-    model_settings = weights.peft_settings
-    # Both change the result of the same tensors, so that a difference would not show in a shape.
-    for key in ("use_dora", "use_rslora"):
-        if key in model_settings and bool(settings.get(key)) != model_settings[key]:
-            raise CheckpointError(
-                f"{path}: the adapter has {key} = {settings.get(key, False)}, the model in the config "
-                f"{model_settings[key]}: make them equal."
-            )
-    if "r" in model_settings:
-        _check_ranks_and_alphas(weights, settings, path)
-    return settings
-
-
-def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], path: Path) -> None:
-    """Raise ``CheckpointError`` if rank or alpha of an adapter, by the patterns of the file, is not the model's."""
-    names = [name for name in weights.parameters if name in weights.owned and name in weights.adapter_groups]
-    for group in dict.fromkeys(weights.adapter_groups[name] for name in names):
-        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
-            continue  # A says the same
-        rank, alpha = _numbers_in_file(group, settings)
-        model_rank, model_alpha = _numbers_of_model(group, weights.peft_settings)
-        for key, value, expected in (("r", rank, model_rank), ("lora_alpha", alpha, model_alpha)):
-            if not math.isclose(value, expected):
-                raise CheckpointError(
-                    f"{path}: the adapter has {key} = {value:g} for {_projection(group)[0]}, the model in the config "
-                    f"{expected:g}: make them equal."
-                )
-
-
-def _numbers_of_model(group: Group, settings: Mapping[str, Any]) -> tuple[int, float]:
-    """Return rank and alpha of each of our adapters in a group, from the ``peft_config`` of the model."""
-    path = group.tune[0].partition(".lora_")[0]
-    rank = settings.get("rank_pattern", {}).get(path, settings["r"])
-    alpha = settings.get("alpha_pattern", {}).get(path, settings["lora_alpha"])
-    return rank, alpha
-
-
-def _numbers_in_file(group: Group, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Return rank and alpha of each of our adapters in a group, from the settings of a file, as ``peft`` reads them."""
-    path, count = _projection(group)
-    rank = _by_pattern(settings.get("rank_pattern"), path)
-    alpha = _by_pattern(settings.get("alpha_pattern"), path)
-    if alpha is None:
-        alpha = settings.get("lora_alpha", _PEFT_ALPHA)
-    if rank is None:
-        return settings.get("r", _PEFT_RANK), alpha
-    return rank / count, alpha / count ** _scaling_power(settings)
-
-
-def _by_pattern(patterns: Mapping[str, float] | None, path: str) -> float | None:
-    """Return the value of the first pattern that matches ``path`` or its end, as ``peft`` does; None without one."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", path):
-            return value
-    return None
-
-
-def _projection(group: Group) -> tuple[str, int]:
-    """Return the path in ``transformers`` of a module, or parameter of experts, with an adapter in files.
-
-    And the number of our projections in it, each with an adapter.
-    """
-    path = group.external[0].removeprefix(PEFT_PREFIX).partition(".lora_")[0]
-    if isinstance(group.op, FusedAdapter):
-        return path, len(group.op.sizes)
-    if group.tune[0].endswith(_LINEAR_SUFFIXES):
-        return path, 1
-    gate_up, down = _EXPERTS
-    layer = path.partition(".experts")[0]
-    if isinstance(group.op, ExpertAdapter):
-        count = group.op.parts
-    else:  # a tensor for each expert; peft stacks their gate and up projections
-        count = 1 if "lora_down" in group.tune[0] else 2
-    return f"{layer}.{gate_up if count > 1 else down}", count
-
-
-def _scaling_power(settings: Mapping[str, Any]) -> float:
-    """Return the power of the number of projections by which alpha grows with the rank, for the same scale."""
-    return 0.5 if settings.get("use_rslora") else 1
-
-
-def _is_supported(key: str, value: Any, settings: Mapping[str, Any], weights: ModelWeights) -> bool:
-    """Return whether a setting of an ``adapter_config.json`` can be expressed; ``value`` is not off."""
-    if key == "modules_to_save":
-        return isinstance(value, list) and all(isinstance(name, str) for name in value)
-    if key == "init_lora_weights":
-        is_plain = any(value is plain or value == plain for plain in _PLAIN_INITS)
-        return is_plain or init_from_base(settings) is not None
-    if key == "bias":
-        return value == "none"
-    if key == "trainable_token_indices":
-        return value == token_indices(weights) or (isinstance(value, list) and value == new_token_ids(weights))
-    return key in _ANY_VALUE or key in _COMPARED
-
-
-def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
-    """Return the ``trainable_token_indices`` of the model's adapter."""
-    indices = {}
-    for name, (_, ids) in weights.new_rows.items():
-        indices[_module_of(weights, name).rpartition(".")[2]] = ids
-    return indices or None
-
-
-def new_token_ids(weights: ModelWeights) -> list[int]:
-    """Return the ids of the new tokens whose rows are trained; all weights have the same ones."""
-    return next((ids for _, ids in weights.new_rows.values()), [])
-
-
 # End of the name of the rows of new tokens in an adapter file, behind that of their module.
 _TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 
@@ -262,7 +81,7 @@ _TRAINED_ROWS = ".token_adapter.trainable_tokens_delta"
 def token_tensors(weights: ModelWeights) -> dict[str, str]:
     """Map the name of trained rows in an adapter file to the name of the parameter."""
     return {
-        f"{PEFT_PREFIX}{_module_of(weights, name)}{_TRAINED_ROWS}": parameter
+        f"{PEFT_PREFIX}{module_of(weights, name)}{_TRAINED_ROWS}": parameter
         for name, (parameter, _) in weights.new_rows.items()
     }
 
@@ -271,32 +90,19 @@ def _drop_tied_rows(weights: ModelWeights, tensors: dict[str, torch.Tensor], fil
     """Remove the trained rows of a tied output from the tensors of an adapter file: ``peft`` may save them twice.
 
     Raises:
-        CheckpointError: they differ from those of the embedding.
+        CheckpointError: the rows of the output differ from the embedding's.
     """
     for external, name in _tied_weights(weights).items():
         tied_rows = f"{PEFT_PREFIX}{external.removesuffix('.weight')}{_TRAINED_ROWS}"
         if name not in weights.new_rows or tied_rows not in tensors:
             continue
         value = tensors.pop(tied_rows)
-        embedding_rows = tensors.get(f"{PEFT_PREFIX}{_module_of(weights, name)}{_TRAINED_ROWS}")
+        embedding_rows = tensors.get(f"{PEFT_PREFIX}{module_of(weights, name)}{_TRAINED_ROWS}")
         if embedding_rows is None or not torch.equal(value, embedding_rows):
             raise CheckpointError(
                 f"{file}: its new tokens have other rows in the output than in the embedding, but the model shares "
                 "them: merge the adapter into its base with peft, untied, and start from the merged model."
             )
-
-
-def _module_of(weights: ModelWeights, name: str) -> str:
-    """Return the path in ``transformers`` of the module with the weight ``name``."""
-    return weights.groups[name].external[0].removesuffix(".weight")
-
-
-def init_from_base(settings: Mapping[str, Any]) -> str | None:
-    """Return ``"pissa"`` or ``"olora"`` if peft subtracts the initial adapter from the base weights, else None."""
-    init = settings.get("init_lora_weights")
-    if isinstance(init, str) and init.lower() == "olora":  # as peft, which takes OLoRA in any case
-        return "olora"
-    return init if init in _INITS_FROM_BASE else None
 
 
 @torch.no_grad()
@@ -350,8 +156,11 @@ def splittable_layers(weights: ModelWeights, init: str, path: Path | str) -> dic
     """
     layers = {}
     for module_path, module in adapter_modules(weights.model):
-        is_linear = isinstance(module, LoRALinear)
-        if not is_linear or isinstance(weights.adapter_groups[module_path + _LORA_A].op, FusedAdapter):
+        is_splittable = isinstance(module, LoRALinear)
+        if is_splittable:
+            group = weights.adapter_groups[module_path + LORA_A]
+            is_splittable = not isinstance(group.op, FusedAdapter)
+        if not is_splittable:
             raise CheckpointError(
                 f"{path}: init_lora_weights = '{init}' cannot be expressed for "
                 f"'{module_path}.{module.adapter_params()[0]}', whose base weight has other parts here: merge the "
@@ -478,17 +287,22 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
         return
     if weights.new_rows:
         return
-    ids = next(iter(trained.values())) if isinstance(trained, dict) else trained
+    ids = trained
+    if isinstance(trained, dict):  # ids by module; all modules have the same ones
+        ids = next(iter(trained.values()))
+    are_ids = isinstance(ids, list) and all(type(token_id) is int for token_id in ids)
     files = open_weight_files([file])
     tensors = [name for name in files.names() if name.endswith(".trainable_tokens_delta")]
-    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids) or not tensors:
+    if not are_ids or not tensors:
         return  # load_adapter raises
     decoder = text_decoder(model)
     rows = decoder.tok_embeddings.weight.shape[0]
     needed = max(ids) + 1
     first = needed - len(ids)
-    are_consecutive = ids == list(range(first, needed)) and files.shape(tensors[0])[0] == len(ids)
-    if not are_consecutive or needed < rows or first > rows:
+    are_consecutive = ids == list(range(first, needed))
+    have_values = files.shape(tensors[0])[0] == len(ids)
+    continues_vocabulary = first <= rows <= needed
+    if not (are_consecutive and have_values and continues_vocabulary):
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
             f"continue the vocabulary of the base with its {rows} rows: use the base that the adapter was trained on, "
@@ -505,25 +319,25 @@ def _grow_trained_embedding(weights: ModelWeights, file: Path) -> None:
     decoder = text_decoder(weights.model)
     if not any(name.endswith("tok_embeddings.weight") for name in weights.trained_whole):
         return
-    files = open_weight_files([file])
-    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
-    rows = files.shape(embeddings[0])[0] if embeddings else 0
     # A sharded embedding cannot grow; its shape is then compared with the file's, as for any weight.
     is_sharded = hasattr(decoder.tok_embeddings.weight, "device_mesh")
-    if rows > decoder.tok_embeddings.weight.shape[0] and not is_sharded:
-        resize_token_embeddings(decoder, rows)
+    files = open_weight_files([file])
+    embeddings = [name for name in files.names() if name.endswith("embed_tokens.weight")]
+    if not embeddings or is_sharded:
+        return
+    num_rows = files.shape(embeddings[0])[0]
+    if num_rows > decoder.tok_embeddings.weight.shape[0]:
+        resize_token_embeddings(decoder, num_rows)
 
 
-def _load_owned_files(
-    weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None = None
-) -> set[str]:
+def _load_owned_files(weights: ModelWeights, folder: Path, device: torch.device, dtype: torch.dtype | None) -> set[str]:
     """Fill the parameters of :attr:`ModelWeights.owned_files` from a folder; return their names.
 
     Args:
         weights: weights of a model with conversions.
         folder: folder of the files.
         device: device for parameters on the meta device.
-        dtype: dtype for parameters on the meta device; unchanged by default.
+        dtype: dtype for parameters on the meta device; None leaves it unchanged.
 
     Raises:
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
@@ -533,7 +347,7 @@ def _load_owned_files(
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
         raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
-    # Without its conversion, the model would run with other weights than those that were trained.
+    # Without a conversion that was saved, the model would run with other weights than those that were trained.
     unused = sorted(saved_conversions.keys() - weights.owned_files.keys())
     if unused:
         raise CheckpointError(
@@ -574,16 +388,16 @@ def _read_adapter(
     # An adapter of a model of text and images has the text decoder's names behind a prefix.
     prefixes = _text_decoder_prefixes(spec, tensors)
     tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
-    rows = token_tensors(weights)
+    new_rows = token_tensors(weights)
     _drop_tied_rows(weights, tensors, file)
     for name, tensor in tensors.items():
-        if name in rows:
-            yield rows[name], tensor
+        if name in new_rows:
+            yield new_rows[name], tensor
     weight_map = _adapter_weight_map(spec, tensors)
     groups = groups_by_external_name(weight_map, description)
     _check_tying(weights, tensors, settings, file)
     try:
-        # Modules trained whole come first: they have the names of the base model, and what is left are adapters.
+        # Modules trained whole come first, with the names of the base model; the other tensors are adapters.
         trained = {}
         for name in list(tensors):
             external = name.removeprefix(PEFT_PREFIX)
@@ -592,7 +406,7 @@ def _read_adapter(
         yield from weights.module_map.to_tune(trained.items(), description, partial=True)
         adapter = {}
         for name, tensor in tensors.items():
-            if name not in rows and not _is_base_weight(weights, name, tensor, file):
+            if name not in new_rows and not _is_base_weight(weights, name, tensor, file):
                 adapter[name] = tensor
         _expand_fused_adapters(weights, adapter, groups)
         for name, tensor in adapter.items():
@@ -607,21 +421,28 @@ def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapp
     """Raise ``CheckpointError`` if ``peft`` unties weights that the model ties: it trained one of them alone."""
     if settings.get("ensure_weight_tying"):
         return
-    for copy, source in _tied_weights(weights).items():
+    for tied, source in _tied_weights(weights).items():
+        if source not in weights.trained_whole:
+            continue
         original = next(name for name, group in weights.module_groups.items() if source in group.tune)
         has_original = f"{PEFT_PREFIX}{original}" in tensors
-        if source in weights.trained_whole and has_original != (f"{PEFT_PREFIX}{copy}" in tensors):
-            alone = original if has_original else copy
+        has_tied = f"{PEFT_PREFIX}{tied}" in tensors
+        if has_original != has_tied:
+            single = original if has_original else tied
             raise CheckpointError(
-                f"{file}: it holds '{alone}' alone, which peft unties from the other of '{original}' and '{copy}', and "
-                "the model ties them: train it in peft with ensure_weight_tying=True, or untie the base."
+                f"{file}: it holds '{single}' alone, which peft unties from the other of '{original}' and '{tied}', "
+                "and the model ties them: train it in peft with ensure_weight_tying=True, or untie the base."
             )
 
 
 def _tied_weights(weights: ModelWeights) -> dict[str, str]:
     """Return the name in ``transformers`` of a weight that the model ties -> name of the weight it is tied to."""
-    description = weights.identity[1]
-    return {tie.external: tie.source for tie in weights.module_map.tied if getattr(description, tie.when)}
+    _, description = weights.identity
+    tied = {}
+    for tie in weights.module_map.tied:
+        if getattr(description, tie.when):  # a field of the description: most families have tied and untied models
+            tied[tie.external] = tie.source
+    return tied
 
 
 def _is_trained_whole(weights: ModelWeights, external: str) -> bool:
@@ -639,7 +460,8 @@ def _of_older_checkpoint(
     """Yield tensors that have this library's names; modules that were renamed since get their present names."""
     renamed_modules = {}
     for group in spec.weight_maps.get("earlier", WeightMap(())).groups(description):
-        renamed_modules[group.external[0].removesuffix("weight")] = group.tune[0].removesuffix("weight")
+        former_module = group.external[0].removesuffix("weight")
+        renamed_modules[former_module] = group.tune[0].removesuffix("weight")
     for name, tensor in tensors.items():
         yield rename_prefix(name, renamed_modules), tensor
 
@@ -647,7 +469,8 @@ def _of_older_checkpoint(
 def _adapter_weight_map(spec: ModelSpec, names: Collection[str]) -> WeightMap:
     """Return the weight map for an adapter's names; experts have one tensor each, or one tensor for all."""
     is_fused = any(".experts.lora_" in name for name in names) and "hf_fused" in spec.weight_maps
-    return spec.weight_map("hf_fused" if is_fused else "hf").peft()
+    name_format = "hf_fused" if is_fused else "hf"
+    return spec.weight_map(name_format).peft()
 
 
 def _text_decoder_prefixes(spec: ModelSpec, names: Collection[str]) -> dict[str, str]:
@@ -667,22 +490,26 @@ def _expand_fused_adapters(
     """
     for name in list(tensors):
         group = groups.get(name)
-        if group is None or name != group.external[0] or not isinstance(group.op, FusedAdapter | ExpertAdapter):
-            continue
+        if group is None or name != group.external[0]:
+            continue  # once for each group
         count = len(group.tune) // 2  # each projection has an A and a B
-        pair = [tensors[external] for external in group.external if external in tensors]
-        if count < 2 or len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
+        if count < 2 or not isinstance(group.op, FusedAdapter | ExpertAdapter):
             continue
+        pair = [tensors[external] for external in group.external if external in tensors]
+        if len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
+            continue  # the caller's reader of the weight map raises
         expected_a, expected_b = group.to_external([weights.specs[tune] for tune in group.tune])
-        lora_a, lora_b = pair
-        if (lora_a.shape[0] * count, lora_b.shape[1] * count) == (expected_a.shape[0], expected_b.shape[1]):
-            tensors.update(zip(group.external, group.op.to_block_diagonal(pair, group.description), strict=True))
+        lora_a, lora_b = pair  # [r, in] and [out, r]; experts have their dimension behind
+        ranks = (lora_a.shape[0] * count, lora_b.shape[1] * count)
+        if ranks == (expected_a.shape[0], expected_b.shape[1]):
+            spread_pair = group.op.to_block_diagonal(pair, group.description)
+            tensors.update(zip(group.external, spread_pair, strict=True))
 
 
 def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file: Path) -> bool:
     """Return whether a tensor of an adapter file is a base weight.
 
-    ``peft`` saves that of an adapted output layer, and those of a resized vocabulary with new tokens.
+    ``peft`` saves the weight of an adapted output layer, and embedding and output of a resized vocabulary.
 
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
@@ -721,7 +548,7 @@ def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Te
 
 
 def adapter_tensors(
-    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None = None
+    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None
 ) -> tuple[list[TensorGroup], dict[str, Any]]:
     """Return the adapter in PEFT's layout: its tensors to write, and the contents of ``adapter_config.json``.
 
@@ -729,7 +556,7 @@ def adapter_tensors(
         view: view of a model that has a conversion with a ``peft_config``.
         base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
         enclosing: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
-            modules of the composite model.
+            modules of the composite model. None for any other model.
 
     Raises:
         CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
@@ -747,11 +574,11 @@ def adapter_tensors(
         if prefixes:
             weight_map = weight_map.prefixed(prefixes)
         adapter_groups = groups_by_weight(weight_map.peft(), description)
-    rows = {}  # parameter with rows of new tokens -> name in the file
+    new_rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
-        rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
-    adapter_names = view.owned - rows.keys()
-    for names in view.owned_files.values():
+        new_rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
+    adapter_names = view.owned - new_rows.keys()
+    for names in view.owned_files.values():  # of other conversions, in separate files
         adapter_names.difference_update(names)
     adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
     unnamed = [name for name in adapters if name not in adapter_groups]
@@ -760,8 +587,10 @@ def adapter_tensors(
             f"The adapter cannot be saved for peft: the parameter '{unnamed[0]}' has no name in its format."
         )
     groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
+    # Replicas take turns with the groups, so that all ranks write about as many bytes.
     tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
-    tensors += [view.renamed_parameter(name, external, turn) for turn, (name, external) in enumerate(rows.items())]
+    for turn, (name, external) in enumerate(new_rows.items()):
+        tensors.append(view.renamed_parameter(name, external, turn))
     settings = dict(view.peft_settings)
     fields = adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
     for key in ("rank_pattern", "alpha_pattern"):  # with this library's names
@@ -770,172 +599,36 @@ def adapter_tensors(
     settings["trainable_token_indices"] = token_indices(view)
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
     if view.trained_whole:
-        module_map = weight_map.prefixed(dict(weight_map.modules))
-        trained = view.trained_groups(groups_by_weight(module_map, description))
-        external_names = []
-        for turn, group in enumerate(trained):
-            external_names += group.external
-            tensors.append(view.tensor_group(_named_by_peft(group), turn))
-        for tie in module_map.tied:
-            if getattr(description, tie.when) and tie.source in view.trained_whole:
-                # peft unties a weight that it trains alone: both files' names have it, and tell peft to tie them.
-                tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
-                external_names.append(tie.external)
-                settings["ensure_weight_tying"] = True
-        settings["modules_to_save"] = _modules_to_save(
-            external_names, weight_map, description, in_full=bool(prefixes) or spec.builder is not None
-        )
+        trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)
+        tensors += trained_tensors
+        if has_tied:
+            settings["ensure_weight_tying"] = True
+        is_composite = bool(prefixes) or spec.builder is not None
+        settings["modules_to_save"] = modules_to_save(external_names, weight_map, description, in_full=is_composite)
     return tensors, adapter_settings(base_name, settings)
 
 
-def _named_by_peft(group: Group) -> Group:
-    """Return a group of base weights with the names of an adapter file."""
-    return replace(group, external=tuple(f"{PEFT_PREFIX}{name}" for name in group.external))
+def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[TensorGroup], list[str], bool]:
+    """Return the weights that are trained whole, to write, and their names in ``transformers``.
 
-
-def _modules_to_save(
-    external_names: Iterable[str], weight_map: WeightMap, description: Description, *, in_full: bool
-) -> list[str]:
-    """Return the field of that name: the modules of weights, by the ends of their paths that no other module has."""
-    modules = sorted({name.rpartition(".")[0] for name in external_names})
-    if in_full:
-        return modules
-    unsaved = _all_modules(weight_map, description).difference(modules)
-    names = set()
-    for module in modules:
-        leaf = module.rpartition(".")[2]
-        # peft compares the ends of paths, also within a component: `norm` would be any norm.
-        is_ambiguous = any(path.endswith(leaf) for path in unsaved)
-        names.add(module if is_ambiguous else leaf)
-    return sorted(names)
-
-
-def adapted_modules(
-    groups: Collection[Group],
-    weight_map: WeightMap,
-    description: Description,
-    settings: Mapping[str, Any],
-    *,
-    in_full: bool = False,
-) -> dict[str, Any]:
-    """Return the fields of ``adapter_config.json`` for target modules and parameters, their ranks and alphas.
-
-    Args:
-        groups: groups of the adapter's parameters.
-        weight_map: the model's weight map for Hugging Face's format.
-        description: description of the model.
-        settings: rank and alpha of one adapter.
-        in_full: use full module paths: in a composite model, shorter names would also select modules of other towers.
+    And whether any of them is tied: it is written under both names, because ``peft`` unties a weight that it trains
+    alone, unless it is told to tie them.
     """
-    modules: set[str] = set()
-    expert_like: set[str] = set()  # linear layers that peft takes for experts, by their names
-    for group in groups:
-        # base_model.model.X.lora_A.weight -> X
-        group_modules = [name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in group.external]
-        if not isinstance(group.op, ExpertAdapter):
-            modules.update(group_modules)
-        tune_module = group.tune[0].removesuffix(_LORA_A)
-        if tune_module != group.tune[0] and weight_map.named_like_experts(tune_module, description):
-            expert_like.add(group_modules[0])
-    modules -= expert_like
-    if in_full:
-        target_modules = sorted(modules)
-        linear_names = sorted(expert_like)
-    else:
-        target_modules = _shortest_names(modules, weight_map, description)
-        linear_names = _shortest_names(expert_like, weight_map, description)
-    parameters = [f"{name}.weight" for name in linear_names]
-    if not all(group.tune[0].endswith(_LINEAR_SUFFIXES) for group in groups):
-        gate_up, down = _EXPERTS
-        parameters += [gate_up if description.mlp_gated else gate_up.replace("gate_", ""), down]
-    fields = {"target_modules": target_modules, **_rank_patterns(groups, settings)}
-    if parameters:
-        fields["target_parameters"] = parameters
-    return fields
-
-
-def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``rank_pattern`` and ``alpha_pattern`` of modules whose rank or alpha is not that of most.
-
-    These are layers with numbers of their own, and fused projections, which have the sums over their projections.
-    """
-    default = settings.get("r"), settings.get("lora_alpha")
-    has_patterns = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))
-    layers_by_name: dict[str, dict[str, tuple[int, float]]] = {}  # last component of paths -> path -> rank and alpha
-    for group in groups:
-        if group.tune[0].endswith((".lora_b.weight", ".magnitude")):
-            continue  # of the same layer as a lora_a
-        path, count = _projection(group)
-        rank, alpha = default
-        if has_patterns:
-            rank, alpha = _numbers_of_model(group, settings)
-        if count > 1:
-            # The scale of the fused adapter, alpha / rank (or its root), is that of each projection.
-            rank = count * rank
-            alpha = count ** _scaling_power(settings) * alpha
-        name = path[path.index("experts.") :] if path.endswith(_EXPERTS) else path.rpartition(".")[2]
-        layers_by_name.setdefault(name, {})[path] = rank, alpha
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    for name, layers in layers_by_name.items():
-        if len(set(layers.values())) == 1:
-            # All layers of this name are alike: one pattern selects them.
-            layers = {name: next(iter(layers.values()))}
-        for pattern, (rank, alpha) in layers.items():
-            if (rank, alpha) != default:
-                ranks[pattern] = rank
-                alphas[pattern] = alpha
-    return {"rank_pattern": ranks, "alpha_pattern": alphas} if ranks else {}
-
-
-def adapter_settings(base_name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of ``adapter_config.json``."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        **settings,
-        "base_model_name_or_path": base_name,
-    }
-
-
-def _shortest_names(names: Collection[str], weight_map: WeightMap, description: Description) -> list[str]:
-    """Return the shortest unambiguous name per module: last component (``q_proj``), path in a layer, or full name."""
-    if not names:
-        return []
-    modules = _all_modules(weight_map, description, names)
-    ambiguous = set()  # suffixes of modules that are not adapted
-    for name in modules.difference(names):
-        components = name.split(".")
-        ambiguous.update(".".join(components[start:]) for start in range(len(components)))
-    shortest = set()
-    for name in names:
-        candidates = (name.rpartition(".")[2], _LAYER_PREFIX.sub("", name), name)
-        shortest.add(next(candidate for candidate in candidates if candidate not in ambiguous))
-    return sorted(shortest)
-
-
-def _all_modules(weight_map: WeightMap, description: Description, names: Iterable[str] = ()) -> set[str]:
-    """Return the paths in ``transformers`` of all modules with weights and those in ``names``, and of their parents."""
-    modules = set(names)
-    for group in weight_map.prefixed(dict(weight_map.modules)).groups(description):
-        for external in group.external:
-            if external.endswith(".weight"):
-                modules.add(external.removesuffix(".weight"))
-    for name in list(modules):  # peft looks at all modules, also those that contain others
-        components = name.split(".")
-        modules.update(".".join(components[:end]) for end in range(1, len(components)))
-    return modules
-
-
-def _parents(path: str) -> list[str]:
-    """Return the paths of the modules around a module, outermost first."""
-    components = path.split(".")
-    return [".".join(components[:end]) for end in range(1, len(components))]
+    _, description = view.identity
+    module_map = weight_map.prefixed(dict(weight_map.modules))
+    tensors = []
+    external_names = []
+    for turn, group in enumerate(view.trained_groups(groups_by_weight(module_map, description))):
+        external_names += group.external
+        peft_names = tuple(f"{PEFT_PREFIX}{name}" for name in group.external)
+        tensors.append(view.tensor_group(replace(group, external=peft_names), turn))
+    has_tied = False
+    for tie in module_map.tied:
+        if getattr(description, tie.when) and tie.source in view.trained_whole:
+            has_tied = True
+            external_names.append(tie.external)
+            tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
+    return tensors, external_names, has_tied
 
 
 def has_adapter(folder: Path) -> bool:
@@ -1029,17 +722,17 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     if not names or "r" not in settings:
         raise CheckpointError(f"{folder}: there is no LoRA adapter in it: give the folder that a recipe or peft wrote.")
     base_rank = settings["r"]
-    base_alpha = settings.get("lora_alpha", _PEFT_ALPHA)
+    base_alpha = settings.get("lora_alpha", PEFT_ALPHA)
     layers = set()
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     for name in names:
         if name not in groups:
             raise CheckpointError(f"{file}: it holds '{name}', for which the model has no layer: it is of another one.")
-        rank, alpha = _numbers_in_file(groups[name], settings)
+        rank, alpha = rank_and_alpha_in_file(groups[name], settings)
         for path in {tune.partition(".lora_")[0] for tune in groups[name].tune}:
             layers.add(path)
-            if rank != base_rank and rank == int(rank):  # else the tensors do not fit, which their reader says
+            if rank != base_rank and rank == int(rank):  # load_adapter raises on a fraction, because the shapes differ
                 rank_pattern[re.escape(path)] = int(rank)
             if not math.isclose(alpha, base_alpha):
                 alpha_pattern[re.escape(path)] = alpha
@@ -1050,40 +743,38 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         use_dora=bool(settings.get("use_dora")),
         use_rslora=bool(settings.get("use_rslora")),
         train_modules=_modules_trained_whole(
-            spec, description, [rename_prefix(name, prefixes) for name in all_names], settings
+            ModelWeights(model), [rename_prefix(name, prefixes) for name in all_names], settings
         ),
         rank_pattern=rank_pattern,
         alpha_pattern=alpha_pattern,
     )
 
 
-def _modules_trained_whole(
-    spec: ModelSpec, description: Description, names: Iterable[str], settings: Mapping[str, Any]
-) -> list[str]:
+def _modules_trained_whole(weights: ModelWeights, names: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
     """Return the paths of our modules that an adapter brings whole (``modules_to_save``).
 
     Args:
-        spec: family of the model.
-        description: description of the model.
+        weights: weights of the model.
         names: names of the tensors in the adapter file.
         settings: settings of the adapter.
     """
     saved = tuple(settings.get("modules_to_save") or ())
-    weight_map = spec.weight_map("hf")
-    weight_map = weight_map.prefixed(dict(weight_map.modules))  # with the names of modules
-    groups = groups_by_external_name(weight_map, description)
-    tied = {tie.external: tie.source for tie in weight_map.tied if getattr(description, tie.when)}
+    if not saved:
+        return []
+    tied = _tied_weights(weights)
     modules = set()
     for name in names:
         external = name.removeprefix(PEFT_PREFIX)
-        # A name may be that of the module, or of one around it.
-        is_saved = any(parent.endswith(saved) for parent in _parents(external))
-        if not saved or not is_saved:
+        # A setting may name the module of the weight, or one around it.
+        if not any(parent.endswith(saved) for parent in parent_modules(external)):
             continue
         if external in tied:
-            modules.add(tied[external].rpartition(".")[0])
-        elif external in groups:
-            modules.update(tune.rpartition(".")[0] for tune in groups[external].tune)
+            weight_names = [tied[external]]
+        elif external in weights.module_groups:
+            weight_names = weights.module_groups[external].tune
+        else:
+            continue
+        modules.update(weight_name.rpartition(".")[0] for weight_name in weight_names)
     return sorted(modules)
 
 

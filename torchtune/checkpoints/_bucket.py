@@ -162,12 +162,14 @@ class Bucket:
         Raises:
             RemoteError: the object store refuses.
             CheckpointError: another run has claimed the bucket.
-            ReplacedError: the folder holds another checkpoint by now; what was uploaded does not count.
+            ReplacedError: the folder holds another checkpoint by now; the upload has no marker and does not count.
         """
         self._check_owner()
         marker = (path / MARKER).read_bytes()
         names = sorted(parse_marker(marker)["crc32"])
-        progress.start(path.name, sum((path / name).stat().st_size for name in names))
+        total = sum((path / name).stat().st_size for name in names)
+        progress.start(path.name, total)
+        # Its marker first: a kill in between must not leave a checkpoint that seems complete.
         self.folder.remove_folder(path.name, first=MARKER)
         manifest = {}
         for name in names:
@@ -175,7 +177,7 @@ class Bucket:
             manifest[name] = {"size": sent.size, "sha256": sent.sha256}
         content = json.dumps({"files": manifest}, indent=1).encode()
         self.folder.write(f"{path.name}/{MANIFEST}", content)
-        if (path / MARKER).read_bytes() != marker:
+        if (path / MARKER).read_bytes() != marker:  # the files may be of two saves
             raise ReplacedError
         # Last: from here on, the checkpoint is complete.
         self.folder.write(f"{path.name}/{MARKER}", marker)
@@ -190,7 +192,8 @@ class Bucket:
         """
         name = checkpoint.name
         manifest = self._read_manifest(name)
-        get_logger().info(f"Downloading {self}/{name} ({sum(size for size, _ in manifest.values()) / 1e9:.2f} GB).")
+        total = sum(size for size, _ in manifest.values())
+        get_logger().info(f"Downloading {self}/{name} ({total / 1e9:.2f} GB).")
         with atomic_directory(output_dir / name) as folder:
             for file, (size, sha256) in manifest.items():
                 try:
@@ -201,7 +204,7 @@ class Bucket:
                     raise DamagedUploadError(f"{self}/{name}/{file} has {received.size:,} bytes instead of {size:,}")
                 if received.sha256 != sha256:
                     raise DamagedUploadError(f"{self}/{name}/{file} was changed since it was uploaded (its SHA-256)")
-            (folder / MARKER).write_bytes(checkpoint.marker)
+            (folder / MARKER).write_bytes(checkpoint.marker)  # not in the manifest, which is written before it
 
     def _read_manifest(self, name: str) -> dict[str, tuple[int, str]]:
         """Return size and SHA-256 of every file of a checkpoint."""
@@ -234,7 +237,7 @@ class Bucket:
             get_logger().warning(f"The best checkpoint so far is not here, its copy is damaged: {error}.")
 
     def prune(self, output_dir: Path, keep: int | None) -> None:
-        """Remove old checkpoints by the rule of the local folder, and what killed uploads have left.
+        """Remove old checkpoints by the rule of the local folder, and leftovers of killed uploads.
 
         Args:
             output_dir: the local folder, which lists the best checkpoints.
@@ -245,10 +248,12 @@ class Bucket:
             CheckpointError: the list of the best checkpoints is damaged.
         """
         names = [checkpoint.name for checkpoint in self.complete()]
+        outdated = set(outdated_names(names, keep))
         best = newest_of(read_best_records(output_dir), names)
-        removed = set(outdated_names(names, keep)) - {best and best["checkpoint"]}
+        if best is not None:
+            outdated.discard(best["checkpoint"])
         for name, files in self._folders().items():
-            if name in removed or MARKER not in files:
+            if name in outdated or MARKER not in files:
                 self.folder.remove_folder(name, first=MARKER)
 
 
@@ -313,22 +318,24 @@ class Uploader:
             self._thread.start()
 
     def add_missing(self, checkpoints: list[RemoteCheckpoint]) -> None:
-        """Upload what a killed run has saved, but not uploaded, as far as the bucket would keep it.
+        """Upload the local checkpoints that a killed run has not uploaded, as far as the bucket would keep them.
 
         Args:
-            checkpoints: those in the bucket.
+            checkpoints: the complete checkpoints in the bucket.
         """
         saves = {checkpoint.name: checkpoint.saves for checkpoint in checkpoints}
-        local = {path.name: read_marker(path)["saves"] for path in complete_directories(self._output_dir)}
-        missing = local.keys() - saves.keys()
-        ordered = sorted((saves | local).items(), key=lambda item: (item[1], item[0]))
-        outdated = outdated_names([name for name, _ in ordered], self.keep)
-        for name, _ in ordered:
-            if name in missing and name not in outdated:
+        uploaded = set(saves)
+        for path in complete_directories(self._output_dir):
+            saves[path.name] = read_marker(path)["saves"]
+        names = sorted(saves, key=lambda name: (saves[name], name))  # oldest first
+        outdated = outdated_names(names, self.keep)
+        for name in names:
+            if name not in uploaded and name not in outdated:
                 self.add(self._output_dir / name)
 
     def _run(self) -> None:
-        attempts = 0
+        """Upload pending checkpoints until the run ends and none is left; the thread's function."""
+        attempts = 0  # that failed one after another at the end of the run
         while True:
             with self._changed:
                 self._pending = [path for path in self._pending if (path / MARKER).exists()]
@@ -359,10 +366,9 @@ class Uploader:
                     f"{path.name} is saved in {path.parent}, but not uploaded yet, training goes on, and it is tried "
                     f"again: {failure}"
                 )
-                self._changed.wait_for(lambda count=number_pending: self._has_news(count), _PAUSE)
-
-    def _has_news(self, number_pending: int) -> bool:
-        return self._is_closing or len(self._pending) != number_pending
+                self._changed.wait_for(
+                    lambda count=number_pending: self._is_closing or len(self._pending) != count, _PAUSE
+                )
 
     def _upload(self, path: Path) -> str | None:
         """Upload a checkpoint, the list of the best and then remove old ones; return why it failed, None if not.
@@ -408,9 +414,6 @@ class Uploader:
                     f"{progress.total / 1e9:.2f} GB, {len(self._pending)} checkpoints left."
                 )
         self._thread = None
-        self._report_failures()
-
-    def _report_failures(self) -> None:
         if not self._pending:
             return
         newest = self._pending[-1]

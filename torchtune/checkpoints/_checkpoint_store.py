@@ -34,7 +34,6 @@ from torchtune.checkpoints._export import (
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import (
     Candidate,
     ModelsOfRun,
@@ -48,7 +47,7 @@ from torchtune.checkpoints._resume import (
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
-from torchtune.checkpoints._weight_files import CheckpointError, find_files
+from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
 from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training import share_rng_state
@@ -110,9 +109,10 @@ class CheckpointStore:
         self.upload = upload
         self._checkpoints_in_bucket: list[RemoteCheckpoint] = []  # on rank 0, when the output folder was opened
         self.sources: dict[str, ModelSource] = {}
+        adapter_dirs = [] if self.output_dir is None else [self.output_dir]
         for name, source in sources.items():
             if isinstance(source, Mapping):
-                source = ModelSource(**source, adapter_dirs=[] if self.output_dir is None else [self.output_dir])
+                source = ModelSource(**source, adapter_dirs=adapter_dirs)
             self.add_source(name, source)
 
     @property
@@ -245,8 +245,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: a trained parameter would not be written.
         """
-        for view in _views(models, contents).values():
-            view.check(resumable=resumable)
+        for name, model in _by_name(models).items():
+            SaveView(model, contents_of(contents, name)).check(resumable=resumable)
         if tokenizer is not None and self._ranks.rank == 0:
             check_savable_tokenizer(tokenizer)
 
@@ -298,16 +298,7 @@ class CheckpointStore:
             check_same_settings(cfg, self._ranks)
         self.check_output_dir(resume=resume)
         self.lock_output_dir()
-        if self._uses_bucket():
-            self._ranks.run_on_rank_0(partial(self._open_bucket, resume=resume))
-        point = self.find_resume_point(cfg) if resume else None
-        if self._uploader is not None and point is not None:
-            self._uploader.keep = self.keep_last_n_checkpoints
-            self._uploader.add_missing(self._checkpoints_in_bucket)
-        return point
-
-    def _uses_bucket(self) -> bool:
-        """Return whether checkpoints are uploaded. Raises ``CheckpointError`` if ranks have different settings."""
+        # Only rank 0 uploads, but the others wait for it.
         uploads = self._ranks.gather(self.upload)
         for rank, upload in enumerate(uploads):
             if upload != uploads[0]:
@@ -315,7 +306,13 @@ class CheckpointStore:
                     f"checkpointer.upload is {uploads[0]} on rank 0 and {upload} on rank {rank}: give all ranks the "
                     "same config."
                 )
-        return self.upload is not None
+        if self.upload is not None:
+            self._ranks.run_on_rank_0(partial(self._open_bucket, resume=resume))
+        point = self.find_resume_point(cfg) if resume else None
+        if self._uploader is not None and point is not None:
+            self._uploader.keep = self.keep_last_n_checkpoints
+            self._uploader.add_missing(self._checkpoints_in_bucket)
+        return point
 
     def _open_bucket(self, *, resume: bool) -> None:
         """Check that the bucket can be written to, and that nothing is overwritten; on rank 0."""
@@ -356,16 +353,17 @@ class CheckpointStore:
             for number, candidate in enumerate(candidates):
                 path = candidate.path
                 older = [older_candidate.path for older_candidate in candidates[number + 1 :]]
-                if not candidate.is_local:
+                if candidate.is_local:
+                    faults = self._find_damage(path)
+                    if faults and candidate.remote is not None:
+                        text = f"output_dir: {faults[0]}: {path.name} is downloaded again from {self.upload}."
+                        self._ranks.run_on_rank_0(partial(get_logger().error, text))
+                        faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
+                else:
                     faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
                     if not faults:
                         self._check_same_marker(path)
                         faults = self._find_damage(path)
-                else:
-                    faults = self._find_damage(path)
-                    if faults and candidate.remote is not None:
-                        self._ranks.run_on_rank_0(partial(self._log_replaced, path, faults))
-                        faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
                 if faults:
                     setting = "output_dir" if candidate.is_local else "checkpointer.upload"
                     self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, older, setting))
@@ -390,9 +388,6 @@ class CheckpointStore:
         self._bucket.download_best(by_name, candidate.path.parent)
         return []
 
-    def _log_replaced(self, path: Path, faults: list[str]) -> None:
-        get_logger().error(f"output_dir: {faults[0]}: {path.name} is downloaded again from {self._bucket}.")
-
     def _check_same_marker(self, path: Path) -> None:
         """Raise ``CheckpointError`` unless all ranks see the checkpoint that rank 0 has downloaded."""
         marker = None
@@ -413,8 +408,9 @@ class CheckpointStore:
         """Return a phrase for each missing or changed file that a resume needs; each rank verifies some of them."""
         faults: list[str] = []
         with self._ranks.raise_on_all():
-            files = marked_files(path, everything=False)[self._ranks.rank :: self._ranks.size]
-            faults = damaged_files(path, files)
+            files = marked_files(path, everything=False)
+            own_files = files[self._ranks.rank :: self._ranks.size]
+            faults = damaged_files(path, own_files)
         all_faults = []
         for faults_of_rank in self._ranks.gather(faults):
             all_faults += faults_of_rank
@@ -490,14 +486,17 @@ class CheckpointStore:
         models = _by_name(models)
         if self.output_dir is not None:
             self._saver.wait()
-        paths = {name: _weights_to_resume(model, path / _folder(name)) for name, model in models.items()}
+        # All models are checked before any is changed.
+        paths = {}
+        for name, model in models.items():
+            paths[name] = _weights_to_resume(model, path / _folder(name))
         for model in models.values():
             reshard(model)
         with self._ranks.raise_on_all():
             for name, model in models.items():
                 device = next(model.parameters()).device
                 weights = ModelWeights(model)
-                if weights.owned:
+                if weights.owned:  # its base weights are those of load_model
                     load_adapter(weights, paths[name], device)
                 else:
                     load_base(weights, open_weight_files(find_files(paths[name]), model), device)
@@ -575,11 +574,14 @@ class CheckpointStore:
         if state is not None and not needs_collectives:
             for key, value in state.items():
                 optimizers += [optimizer for _, optimizer in optimizers_of(key, value)]
+        state_of_rank = None
+        if state is not None:
+            state_of_rank = rank_state(state, _parameters(models), self._ranks)
         return self._save(
             name,
             files,
             write_exports,
-            None if state is None else rank_state(state, _parameters(models), self._ranks),
+            state_of_rank,
             ModelsOfRun.of(views, self.sources, adapted),
             cfg=cfg,
             optimizers=optimizers,
@@ -614,14 +616,22 @@ class CheckpointStore:
                 models_of_run.write(folder)
 
         output_dir = self.require_output_dir()
+        state_file = None
+        state_signature = b""
+        if state is not None:
+            state_file = state.file
+            state_signature = state.signature
+        last_save = 0
+        if self._uploader is not None:
+            last_save = self._bucket.last_save
         job = Job(
             output_dir,
             name,
             files,
-            state_file=None if state is None else state.file,
-            state_signature=b"" if state is None else state.signature,
+            state_file=state_file,
+            state_signature=state_signature,
             write_small_files=write_small_files,
-            last_save=0 if self._uploader is None else self._bucket.last_save,
+            last_save=last_save,
             finish=self._finish_save,
             optional=optional,
         )
@@ -692,18 +702,20 @@ class CheckpointStore:
         """Wait for the uploads.
 
         Args:
-            together: all ranks call this method, and those without an uploader wait for rank 0.
+            together: all ranks call this method, and ranks without an uploader wait for rank 0.
         """
-        steps = iter(()) if self._uploader is None else self._uploader.finish()
+        # One item per second or so, until all checkpoints are uploaded.
+        waits = iter(()) if self._uploader is None else self._uploader.finish()
         if not together:
-            for _ in steps:
+            for _ in waits:
                 sign_of_life()
             return
         with doing("uploading"):
             is_finished = False
             while not is_finished:
                 with self._ranks.raise_on_all():
-                    is_finished = self._uploader is not None and next(steps, "finished") == "finished"
+                    is_finished = self._uploader is not None and next(waits, "finished") == "finished"
+                # A collective in each turn: the other ranks wait as long, but their timeout starts anew.
                 is_finished = self._ranks.any(is_finished)
                 sign_of_life()
 
@@ -715,15 +727,12 @@ class CheckpointStore:
 
 
 def _by_name(models: Models) -> dict[str, nn.Module]:
+    """Return models by name; a single one is the policy."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleDict):
         return {POLICY: models}
     if not models:
         raise CheckpointError("There is no model to save or to resume: give the policy, or models by name.")
     return dict(models.items())
-
-
-def _views(models: Models, contents: Contents) -> dict[str, SaveView]:
-    return {name: SaveView(model, contents_of(contents, name)) for name, model in _by_name(models).items()}
 
 
 def _folder(name: str) -> str:
@@ -761,4 +770,6 @@ def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
             f"{folder} holds an adapter, but the model of this run has none: resume with the saved "
             "torchtune_config.yaml."
         )
-    return adapter_files[0] if has_adapter else folder
+    if has_adapter:
+        return adapter_files[0]
+    return folder

@@ -12,20 +12,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_DIR,
-    ADAPTER_FILE,
-    adapted_modules,
-    adapter_settings,
-)
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted_modules, adapter_settings
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors
 from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._save import TensorGroup, save_tensors
-from torchtune.checkpoints._weight_files import CheckpointError, read_json, resolve_files, safe_torch_load
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    open_weight_files,
+    read_json,
+    resolve_files,
+    safe_torch_load,
+)
 from torchtune.models import (
     Description,
     FusedAdapter,
@@ -93,6 +93,7 @@ class FullStateDicts:
         adapter = newest / _ADAPTER_PT
         state_dicts: dict[str, Any] = {}
         if adapter.is_file():
+            # The base weights of the source: those beside the adapter have it merged in, if there are any.
             state_dicts[MODEL_KEY] = self._read_model(self._weight_files())
             state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
         else:
@@ -169,6 +170,7 @@ class FullStateDicts:
             _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
         elif self._name_format == "meta":
             meta_state_dict = tune_to_meta(dict(state_dict))
+            # Meta's files also have the output of models that tie it.
             meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
             _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
         else:
@@ -195,8 +197,10 @@ class FullStateDicts:
                 f"settings for adapters of fused projections ({spec.name})."
             )
             return
-        adapter_dir = folder / ADAPTER_DIR if beside_model else folder
-        adapter_dir.mkdir(exist_ok=True)
+        adapter_dir = folder
+        if beside_model:
+            adapter_dir = folder / ADAPTER_DIR
+            adapter_dir.mkdir(exist_ok=True)
         tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
         save_tensors(tensors, adapter_dir / ADAPTER_FILE)
         if ADAPTER_CONFIG in state_dict:
@@ -209,8 +213,10 @@ class FullStateDicts:
         output_dir = self._store.require_output_dir()
         checkpoints = complete_directories(output_dir)
         if not checkpoints:
-            largest = [get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$") for kind in ("step", "epoch")]
-            checkpoints = [output_dir / name for name in largest if name is not None]
+            for kind in ("step", "epoch"):  # in this order: an epoch ends after its steps
+                name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
+                if name is not None:
+                    checkpoints.append(output_dir / name)
         if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
             raise CheckpointError(
                 f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
@@ -227,9 +233,9 @@ class FullStateDicts:
         if not path.is_file():
             raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
         config = text_config(read_json(path))
-        family = None if self._source.model_type is None else self._source.model_type.value
-        if family in list_specs():
-            spec = get_spec(family)
+        model_type = self._source.model_type
+        if model_type is not None and model_type.value in list_specs():
+            spec = get_spec(model_type.value)
         elif config.get("architectures"):
             spec = spec_for_architecture(config["architectures"][0])
         else:
@@ -239,8 +245,10 @@ class FullStateDicts:
 
 def _recipe_state(folder: Path) -> Path:
     """Return the file of a recipe's state: in the checkpoint, or in the folder that older releases have beside it."""
-    inside = folder / _RECIPE_STATE
-    return inside if inside.is_file() else folder.parent / "recipe_state" / _RECIPE_STATE
+    path = folder / _RECIPE_STATE
+    if path.is_file():
+        return path
+    return folder.parent / "recipe_state" / _RECIPE_STATE
 
 
 class _ConfigCheckpointer(CheckpointStore):
@@ -315,13 +323,15 @@ class _ConfigCheckpointer(CheckpointStore):
             CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
             UserError: the disk is full; earlier checkpoints are unchanged.
         """
-        number = step if dir_prefix == "step" and step is not None else epoch
+        number = epoch
+        if dir_prefix == "step" and step is not None:
+            number = step
         FullStateDicts(self, self._name_format).save(
             state_dict,
             f"{dir_prefix}_{number}",
             with_state=intermediate_checkpoint,
             adapter_only=adapter_only,
-            max_shard_bytes=_bytes(max_shard_size),
+            max_shard_bytes=_parse_size(max_shard_size),
         )
 
 
@@ -494,11 +504,14 @@ def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> 
     if not path.is_dir():
         return None
     numbered = []
-    for entry in path.iterdir():
-        match = re.match(pattern, entry.name)
+    for folder in path.iterdir():
+        match = re.match(pattern, folder.name)
         if match:
-            numbered.append((int(match[1]), entry.name))
-    return max(numbered)[1] if numbered else None
+            numbered.append((int(match[1]), folder.name))
+    if not numbered:
+        return None
+    _, name = max(numbered)
+    return name
 
 
 def update_state_dict_for_classifier(
@@ -530,10 +543,13 @@ def update_state_dict_for_classifier(
         del state_dict["output.bias"]
 
 
-def _bytes(size: str) -> int:
+def _parse_size(size: str) -> int:
+    """Return the bytes of a size such as ``"5GB"``. Raises ``CheckpointError`` if it is written otherwise."""
     for unit, factor in _UNITS.items():
+        if not size.upper().endswith(unit):
+            continue
         number = size.upper().removesuffix(unit)
-        if number != size.upper() and number.strip().replace(".", "", 1).isdigit():
+        if number.strip().replace(".", "", 1).isdigit():
             return int(float(number) * factor)
     raise CheckpointError(f"max_shard_size: '{size}' is not a size: write it like 5GB.")
 

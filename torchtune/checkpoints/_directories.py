@@ -113,7 +113,7 @@ def new_directory(
     Args:
         output_dir: folder of the run.
         name: ``epoch_N`` or ``step_N``.
-        checksums: size and checksum of each file, if known from writing it; the block may add entries. Checksums of all
+        checksums: size and checksum of each file, if known from writing it; the block may add files. Checksums of all
             other files are computed.
         last_save: number of the last save of the run that is known from elsewhere, such as a bucket.
 
@@ -123,7 +123,8 @@ def new_directory(
     check_name(name)
     # Counted, because the times of files are not comparable across machines, and names are not in order of time.
     earlier = complete_directories(output_dir)
-    saves = 1 + max(last_save, read_marker(earlier[-1])["saves"] if earlier else 0)
+    if earlier:
+        last_save = max(last_save, read_marker(earlier[-1])["saves"])
     with atomic_directory(output_dir / name) as folder:
         yield folder
         sizes = {}
@@ -140,10 +141,17 @@ def new_directory(
                 )
         crcs = {}
         for file in sizes:
-            crc = written[file][1] if file in written else checksum(folder / file)
+            if file in written:
+                _, crc = written[file]
+            else:
+                crc = checksum(folder / file)
             crcs[file] = f"{crc:08x}"
-        needed = {file: size for file, size in sizes.items() if file.endswith(_NEEDED)}
-        marker = {"saves": saves, "resumable": (folder / STATE_DIR).exists(), "files": needed, "crc32": crcs}
+        marker = {
+            "saves": last_save + 1,
+            "resumable": (folder / STATE_DIR).exists(),
+            "files": {file: size for file, size in sizes.items() if file.endswith(_NEEDED)},
+            "crc32": crcs,
+        }
         (folder / MARKER).write_text(json.dumps(marker))
 
 
@@ -163,7 +171,8 @@ def marked_files(path: Path, *, everything: bool) -> list[str]:
     Raises:
         CheckpointError: the marker is missing or damaged.
     """
-    return sorted(read_marker(path)["crc32" if everything else "files"])
+    marker = read_marker(path)
+    return sorted(marker["crc32"] if everything else marker["files"])
 
 
 def damaged_files(path: Path, names: list[str], progress: Callable[[int], object] = lambda count: None) -> list[str]:
@@ -245,7 +254,7 @@ def verify_checkpoint(folder: Path, progress: Callable[[int], object] = lambda c
 
 
 def newest_of(records: list[dict[str, Any]], names: Collection[str]) -> dict[str, Any] | None:
-    """Return the newest record of ``best.json`` whose checkpoint is in ``names``."""
+    """Return the newest record of ``best.json`` with a checkpoint in ``names``; None if there is none."""
     for record in reversed(records):
         if record["checkpoint"] in names:
             return record
@@ -367,6 +376,7 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
                 f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
                 "another output_dir."
             )
+    # An incomplete checkpoint counts, too: nothing is overwritten.
     checkpoints = complete_directories(output_dir) or sorted(named_directories(output_dir))
     if checkpoints and not resume:
         raise CheckpointError(

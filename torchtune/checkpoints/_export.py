@@ -4,24 +4,19 @@ import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_DIR,
-    ADAPTER_FILE,
-    OWNED_INDEX,
-    adapter_tensors,
-)
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, adapter_tensors
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
 from torchtune.checkpoints._model_weights import ModelWeights, SaveView
-from torchtune.checkpoints._open import TextDecoderFiles
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, read_json
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextDecoderFiles, read_json
 from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
 from torchtune.modules.conversion import get_conversions
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
@@ -65,7 +60,7 @@ class Export:
         if tokenizer is None:
             return
         folders = [folder]
-        if (folder / ADAPTER_DIR).is_dir():  # peft and its users look for the tokenizer beside the adapter
+        if (folder / ADAPTER_DIR).is_dir():  # users of peft load the tokenizer from the adapter's folder
             folders.append(folder / ADAPTER_DIR)
         save_tokenizer(tokenizer, folders, self.source.checkpoint_dir)
         if self.generates:
@@ -108,17 +103,20 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         if enclosing is not None:
             weight_map = weight_map.prefixed(enclosing.prefixes)
         # Replicas take turns with the groups, so that all ranks write about as many bytes.
-        tensors = [view.tensor_group(group, turn) for turn, group in enumerate(weight_map.groups(description))]
+        tensors = []
+        for turn, group in enumerate(weight_map.groups(description)):
+            tensors.append(view.tensor_group(group, turn))
         if enclosing is not None:
             tensors += _other_tensors(enclosing, view.ranks)
         files, index = shard_files(tensors, max_shard_bytes, folder)
         if index is not None:
             json_files[folder + SAFETENSORS_INDEX] = index
-        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # beside merged weights, transformers would apply it a second time
+        adapter_dir = f"{folder}{ADAPTER_DIR}/"  # transformers would apply an adapter next to merged weights again
     if view.has_adapter:
         base_name = source.base_name()
-        tensors, settings = adapter_tensors(view, base_name, enclosing if is_text_decoder else None)
-        if tensors:
+        composite = enclosing if is_text_decoder else None
+        tensors, settings = adapter_tensors(view, base_name, composite)
+        if tensors:  # else all parameters are in files of their conversions
             files.append(TensorFile(adapter_dir + ADAPTER_FILE, tensors))
             json_files[adapter_dir + ADAPTER_CONFIG_FILE] = settings
         for file, names in view.owned_files.items():
@@ -133,18 +131,18 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
 
 def _other_tensors(enclosing: TextDecoderFiles, ranks: Ranks) -> list[TensorGroup]:
     """Return copies of the tensors that are not the model's: of other towers, and not trained; ranks take turns."""
-    return [
-        _copied_tensor(enclosing, name, is_writer=ranks.rank == turn % ranks.size)
-        for turn, name in enumerate(enclosing.other_names())
-    ]
 
+    def read(name: str, is_writer: bool) -> list[TensorSlice]:
+        if not is_writer:
+            return []
+        return [TensorSlice.of(name, enclosing.read_other(name))]
 
-def _copied_tensor(enclosing: TextDecoderFiles, name: str, *, is_writer: bool) -> TensorGroup:
-    def read() -> list[TensorSlice]:
-        return [TensorSlice.of(name, enclosing.read_other(name))] if is_writer else []
-
-    spec = spec_of(enclosing.read_other(name))
-    return TensorGroup({name: spec}, read, spec.itemsize)
+    groups = []
+    for turn, name in enumerate(enclosing.other_names()):
+        spec = spec_of(enclosing.read_other(name))
+        is_writer = ranks.rank == turn % ranks.size
+        groups.append(TensorGroup({name: spec}, partial(read, name, is_writer), spec.itemsize))
+    return groups
 
 
 def _conversions_of_owned_files(view: SaveView) -> dict[str, str]:
@@ -177,14 +175,15 @@ def shard_files(
         shard_size += size
     if len(shards) == 1:
         return [TensorFile(f"{folder}model.safetensors", shards[0])], None
-    files = [
-        TensorFile(f"{folder}model-{number:05d}-of-{len(shards):05d}.safetensors", shard)
-        for number, shard in enumerate(shards, 1)
-    ]
-    index = {}
-    for file in files:
-        index.update(dict.fromkeys(file.specs, file.path.removeprefix(folder)))
-    return files, {"metadata": {"total_size": sum(file.size for file in files)}, "weight_map": index}
+    files = []
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = TensorFile(f"{folder}{name}", shard)
+        files.append(file)
+        weight_map.update(dict.fromkeys(file.specs, name))
+    total_size = sum(file.size for file in files)
+    return files, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
 def write_tensors(tensors: Iterable[TensorGroup], folder: Path, max_shard_bytes: int) -> None:
@@ -206,7 +205,9 @@ def config_of_model(weights: ModelWeights, source_dir: Path, *, is_text_decoder:
             composite model.
     """
     spec, description = weights.identity
-    embedding = weights.specs[next(name for name in weights.base if name.endswith("tok_embeddings.weight"))]
+    # The embedding of a composite model has a prefix.
+    name = next(name for name in weights.base if name.endswith("tok_embeddings.weight"))
+    embedding = weights.specs[name]  # [v, d]
     config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
     if is_text_decoder:
         return with_text_config(read_json(source_dir / "config.json"), config)
@@ -224,29 +225,26 @@ def config_of(
         config = text_config(read_json(source_dir / "config.json"), is_composite)
     if not _describes(config, spec, description):
         # Drop fields with two spellings, which could contradict each other.
-        config = {key: value for key, value in config.items() if key not in ("rope_parameters", "torch_dtype")}
+        for key in ("rope_parameters", "torch_dtype"):
+            config.pop(key, None)
         longest = config.get("max_position_embeddings")
-        config |= spec.to_hf_config(description)
-        if longest:
+        config.update(spec.to_hf_config(description))
+        if longest:  # the model may be built with a shorter one
             config["max_position_embeddings"] = longest
     config.pop("quantization_config", None)  # the export is not quantized
-    if not is_composite:
-        config["vocab_size"] = vocab_size
-    _set_dtype(config, str(dtype).removeprefix("torch."))
+    configs = [config]
     if is_composite:
-        for part in (config["text_config"], config["vision_config"]):
-            for key in ("dtype", "torch_dtype"):
-                if key in part:
-                    part[key] = str(dtype).removeprefix("torch.")
+        configs += [config["text_config"], config["vision_config"]]
+    else:
+        config["vocab_size"] = vocab_size
+    dtype_name = str(dtype).removeprefix("torch.")
+    if "torch_dtype" not in config:  # the spelling of older files
+        config["dtype"] = dtype_name
+    for config_with_dtype in configs:
+        for key in ("dtype", "torch_dtype"):
+            if key in config_with_dtype:
+                config_with_dtype[key] = dtype_name
     return config
-
-
-def _set_dtype(config: dict, name: str) -> None:
-    """Set the dtype under the spelling that the config has, or both; ``dtype`` by default."""
-    if "torch_dtype" in config:
-        config["torch_dtype"] = name
-    if "dtype" in config or "torch_dtype" not in config:
-        config["dtype"] = name
 
 
 def _describes(config: dict, spec: ModelSpec, description: Description) -> bool:
@@ -280,14 +278,14 @@ def check_savable_tokenizer(tokenizer: Any) -> None:
 def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> None:
     """Write the files of a tokenizer into folders of a checkpoint.
 
-    If it cannot write them, ``TOKENIZER_MISSING.md`` says so in each folder: the source's tokenizer may be another one.
+    If it cannot write them, ``TOKENIZER_MISSING.md`` explains it in each folder: the source's tokenizer may differ.
 
     Args:
         tokenizer: tokenizer that trained.
         folders: existing folders without tokenizer files.
         source: folder of the base weights.
     """
-    # Into a temporary folder first, because a tokenizer that fails may have written some of its files.
+    # Into a temporary folder first: a tokenizer that fails may have written some of its files.
     with TemporaryDirectory(dir=folders[0]) as name:
         temporary = Path(name)
         reason = _write_tokenizer_files(tokenizer, temporary)
@@ -353,13 +351,17 @@ def add_pad_token(tokenizer: Any, folder: Path) -> None:
             )
             return
     write_json(folder / "config.json", {**config, "pad_token_id": pad_id})
-    names = [text for text, token_id in special_tokens.items() if token_id == pad_id]
+    pad_tokens = [text for text, token_id in special_tokens.items() if token_id == pad_id]
+    if not pad_tokens:
+        return
+    # The files of the tokenizer must agree with config.json.
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
-        settings = read_json(path) if path.is_file() else {}
-        is_read = name == "tokenizer_config.json" or "pad_token" in settings
-        if settings and is_read and names:
-            write_json(path, {**settings, "pad_token": names[0]})  # the two files must agree with config.json
+        if not path.is_file():
+            continue
+        settings = read_json(path)
+        if settings and (name == "tokenizer_config.json" or "pad_token" in settings):
+            write_json(path, {**settings, "pad_token": pad_tokens[0]})
 
 
 def _token_without_text(tokenizer: Any, special_tokens: Mapping[str, int]) -> int | None:
@@ -371,7 +373,9 @@ def _token_without_text(tokenizer: Any, special_tokens: Mapping[str, int]) -> in
             if word in text.lower():
                 return token_id
     bos_id = getattr(tokenizer, "bos_id", None)
-    return bos_id if bos_id in candidates.values() else None
+    if bos_id in candidates.values():
+        return bos_id
+    return None
 
 
 def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
@@ -389,7 +393,7 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
         settings = read_json(path)
     else:
         config = read_json(folder / "config.json")
-        config = {**config, **config.get("text_config", {})}
+        config.update(config.get("text_config", {}))
         settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     published = settings.get("eos_token_id")
     if published is None:
@@ -397,8 +401,9 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
     elif not isinstance(published, list):
         published = [published]
     # Optional attributes: a tokenizer of a user's own may have neither.
-    trained_stops = [*getattr(tokenizer, "stop_tokens", ()), *getattr(tokenizer, "turn_ends", ())]
-    stops = list(dict.fromkeys([*published, *trained_stops]))
+    stop_tokens = getattr(tokenizer, "stop_tokens", ())
+    turn_ends = getattr(tokenizer, "turn_ends", ())
+    stops = list(dict.fromkeys([*published, *stop_tokens, *turn_ends]))  # once each
     if stops and (stops != published or not path.is_file()):
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         write_json(path, settings)

@@ -15,15 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtune.checkpoints._adapter import (
-    ADAPTER_CONFIG_FILE,
     adapter_beside_base,
     adapter_init_method,
     add_new_tokens,
     find_adapter,
-    init_from_base,
     load_adapter,
     splittable_layers,
 )
+from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base, read_settings
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._model_weights import (
     CopySlice,
@@ -35,8 +34,14 @@ from torchtune.checkpoints._model_weights import (
     materialize,
     replaced_parameters,
 )
-from torchtune.checkpoints._open import TextDecoderFiles, open_weight_files
-from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, read_json, resolve_files
+from torchtune.checkpoints._weight_files import (
+    CheckpointError,
+    TextDecoderFiles,
+    WeightFiles,
+    open_weight_files,
+    read_json,
+    resolve_files,
+)
 from torchtune.models import (
     Description,
     Group,
@@ -163,21 +168,15 @@ class ModelSource:
 
         The other tensors belong to other towers, or to untrained layers for multi-token prediction.
         """
-        if not self._is_enclosing_opened:
-            self._enclosing = self._open_enclosing_checkpoint(model)
-            self._is_enclosing_opened = True
-        return self._enclosing
-
-    def _open_enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
         config = self.checkpoint_dir / "config.json"
-        if self.text_only or not config.is_file():
-            return None
-        files = self.open(model)
-        if not isinstance(files, TextDecoderFiles):
-            return None
-        if files.is_multimodal and "text_config" not in read_json(config):
-            return None  # there is no config of the composite model to export
-        return files
+        if not self._is_enclosing_opened and not self.text_only and config.is_file():
+            files = self.open(model)
+            if isinstance(files, TextDecoderFiles):
+                # An export of the composite model needs its config, which describes both.
+                has_config = not files.is_multimodal or "text_config" in read_json(config)
+                self._enclosing = files if has_config else None
+        self._is_enclosing_opened = True
+        return self._enclosing
 
     def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
         """Load ``model`` from the files; parameters on the meta device are materialized on ``device``.
@@ -211,11 +210,13 @@ class ModelSource:
             weights = ModelWeights(model)  # with the parameters of new tokens
             load_adapter(weights, adapter, device, dtype)
             return weights.parameters.keys() - new_weights.difference(weights.trained_whole)
-        initialized = set()  # adapters that were split off the base weights
+        split_off = set()  # parameters of adapters that were split off the base weights
         for name in split_layers:
             layer = name.removesuffix("weight")
-            initialized |= {f"{layer}lora_a.weight", f"{layer}lora_b.weight"}
-        return weights.parameters.keys() - new_weights - (weights.owned - initialized)
+            split_off.add(f"{layer}lora_a.weight")
+            split_off.add(f"{layer}lora_b.weight")
+        not_loaded = new_weights | (weights.owned - split_off)
+        return weights.parameters.keys() - not_loaded
 
     read = load  # the name of earlier releases
 
@@ -250,10 +251,10 @@ class ModelSource:
 
     def _check_description(self, model: nn.Module, files: WeightFiles) -> None:
         described = files.described_model()
-        if described is not None:
-            check_description(model, described, files.location())
-        else:
+        if described is None:
             check_config(model, self.checkpoint_dir / "config.json")
+        else:
+            check_description(model, described, files.location())
 
     def check_model_type(self, model: nn.Module) -> None:
         """Check ``model_type``, which selected the weight names in older configs, against the model's family."""
@@ -276,8 +277,12 @@ class ModelSource:
         return find_adapter(self._adapter_path(self.adapter_checkpoint), weights)
 
     def _adapter_path(self, adapter_checkpoint: str) -> Path:
-        candidates = [folder / adapter_checkpoint for folder in self._adapter_dirs]
-        return next((path for path in candidates if path.exists()), candidates[-1])
+        """Return the path of an adapter: in the first folder that has it, else in the last, for the error message."""
+        for folder in self._adapter_dirs:
+            path = folder / adapter_checkpoint
+            if path.exists():
+                break
+        return path
 
     @cached_property
     def base_fingerprint(self) -> list[list[int]]:
@@ -293,7 +298,11 @@ class ModelSource:
         paths = _adapters_in(self.checkpoint_dir)
         if self.adapter_checkpoint is not None:
             path = self._adapter_path(self.adapter_checkpoint)
-            paths += _adapters_in(path) if path.is_dir() else [path]
+            if path.is_dir():
+                paths += _adapters_in(path)
+            else:
+                paths.append(path)
+        # Once each: the adapter may be in the folder of the weights.
         return self.base_fingerprint + [_file_fingerprint(path) for path in dict.fromkeys(paths)]
 
     def carry_files(self, folder: Path, *, tokenizer: bool = True) -> None:
@@ -311,7 +320,8 @@ class ModelSource:
         other_models = []  # folders of the other models in a checkpoint of several
         if (base / MARKER).exists():
             other_models = [path.parent.name for path in base.glob("*/config.json")]
-        for path in sorted(base.rglob("*") if is_model_folder else base.glob("*")):
+        paths = base.rglob("*") if is_model_folder else base.glob("*")
+        for path in sorted(paths):
             relative = path.relative_to(base)
             target = folder / relative
             if _is_left_behind(relative) or relative.parts[0] in other_models or target.exists():
@@ -325,10 +335,13 @@ class ModelSource:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
         for name, content in self._tokenizer_files.items():
-            if not (folder / name).exists() and (tokenizer or not is_tokenizer_file(Path(name))):
+            is_unwanted = not tokenizer and is_tokenizer_file(Path(name))
+            if not is_unwanted and not (folder / name).exists():
                 write_json(folder / name, content)
         if self._token_ids:
-            write_json(folder / "config.json", {**read_json(folder / "config.json"), **self._token_ids})
+            config = read_json(folder / "config.json")
+            config.update(self._token_ids)
+            write_json(folder / "config.json", config)
 
     def base_name(self) -> str:
         """Return the known repository of weights that are not fine-tuned, otherwise the folder."""
@@ -353,14 +366,13 @@ class StreamedSource(ModelSource):
     _readers: Mapping[str, CopySlice] = {}
 
     def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
-        """Load what is not a base weight; see :meth:`ModelSource.load`."""
+        """Load the adapter and other owned parameters; see :meth:`ModelSource.load`."""
         loaded = super().load(model, device, dtype)
         # The adapter may hold some of the base weights, trained whole.
         weights = ModelWeights(model)
         readers = {}
         for name, reader in self._readers.items():
-            parameters = weights.stored[name][1].names if name in weights.stored else [name]
-            if all(weights.parameters[parameter].is_meta for parameter in parameters):
+            if all(weights.parameters[parameter_name].is_meta for parameter_name in weights.storage_of(name)):
                 readers[name] = reader
         self._readers = readers
         return loaded
@@ -389,7 +401,7 @@ class StreamedSource(ModelSource):
         settings_file = None if adapter is None else adapter.with_name(ADAPTER_CONFIG_FILE)
         if settings_file is None or not settings_file.is_file():
             return False
-        settings = read_json(settings_file)
+        settings = read_settings(settings_file)
         return init_from_base(settings) is not None or bool(settings.get("trainable_token_indices"))
 
 
@@ -402,7 +414,8 @@ def _file_fingerprint(path: Path) -> list[int]:
     size = path.stat().st_size
     crc = 0
     with path.open("rb") as file:
-        for start in dict.fromkeys((0, size // 2, max(size - _SAMPLE_BYTES, 0))):
+        starts = (0, size // 2, max(size - _SAMPLE_BYTES, 0))
+        for start in dict.fromkeys(starts):  # a small file has fewer samples
             file.seek(start)
             crc = zlib.crc32(file.read(_SAMPLE_BYTES), crc)
     return [size, crc]
@@ -439,10 +452,13 @@ def detect_format(files: WeightFiles, spec: ModelSpec, description: Description)
             external_names.update(group.external)
             tune_names.update(group.tune)
         matches[name_format] = len(names & external_names)
+        # The formats may differ in the weights that they have names for.
         matches["tune"] = max(len(names & tune_names), matches.get("tune", 0))
     best = max(matches, key=matches.__getitem__, default=None)
     if best is None or matches[best] == 0:
-        example = f"its first tensor is '{files.names()[0]}'" if names else "it holds no tensor"
+        example = "it holds no tensor"
+        if names:
+            example = f"its first tensor is '{files.names()[0]}'"
         raise CheckpointError(
             f"{files.location()}: no tensor belongs to a model of the family '{spec.name}' ({example}): {_OTHER_MODEL}."
         )
@@ -481,7 +497,7 @@ def load_base(
 
 
 def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, CopySlice], set[str]]:
-    """Return what reads each base weight of a model from files, in file order, and the names of new base weights.
+    """Return the reader of each base weight of a model, in file order, and the names of new base weights.
 
     Only the slice of this rank is read, straight into its shard.
 
@@ -537,9 +553,10 @@ def _groups_to_load(
         shapes = [files.shape(name) for name in group.external]
         # Some families have files with two layouts of a weight, which only its shape tells apart.
         group = group.for_shapes(shapes)
+        # Conversions of names only rearrange tensors, so that they also convert shapes, on the meta device.
         specs = group.to_external([_spec_in_files(weights, name) for name in group.tune])
-        for name, shape, spec in zip(group.external, shapes, specs, strict=True):
-            check_shape(files.path_of(name), name, shape, spec.shape)
+        for name, shape, expected in zip(group.external, shapes, specs, strict=True):
+            check_shape(files.path_of(name), name, shape, expected.shape)
         yield group, shapes
 
 
@@ -561,9 +578,9 @@ def _growth_of(weights: ModelWeights, name: str) -> VocabularyGrowth | None:
 def _spec_in_files(weights: ModelWeights, name: str) -> torch.Tensor:
     """Return a full weight on the meta device as files have it, without rows of new tokens."""
     growth = _growth_of(weights, name)
-    if growth is None:
-        return weights.specs[name]
     spec = weights.specs[name]
+    if growth is None:
+        return spec
     return spec.new_empty((growth.rows_in_files, *spec.shape[1:]))
 
 
@@ -582,18 +599,21 @@ def _copy_grown(
     rows, *columns = slices
     num_old = max(0, min(rows.stop, growth.first_new) - rows.start)
     if num_old:
-        copy_slice((slice(rows.start, rows.start + num_old), *columns), target[:num_old])
+        old_rows = slice(rows.start, rows.start + num_old)
+        copy_slice((old_rows, *columns), target[:num_old])
     if rows.stop <= growth.first_new:
         return
 
     def read_rows(start: int, end: int) -> torch.Tensor:
-        block = target.new_empty((end - start, *target.shape[1:]))
-        copy_slice((slice(start, end), *columns), block)
-        return block
+        values = target.new_empty((end - start, *target.shape[1:]))
+        copy_slice((slice(start, end), *columns), values)
+        return values
 
+    # Every rank reads all old rows, because the new ones are means of them, and keeps those of its slice.
     new_rows = growth.initial_rows(shape[0] - growth.first_new, read_rows)
-    start = rows.start + num_old - growth.first_new
-    target[num_old:] = new_rows[start : rows.stop - growth.first_new].to(target.dtype)
+    first = rows.start + num_old - growth.first_new
+    last = rows.stop - growth.first_new
+    target[num_old:] = new_rows[first:last].to(target.dtype)
 
 
 def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description: Description) -> list[Group]:
@@ -609,7 +629,11 @@ def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description:
         raise CheckpointError(
             f"{files.path_of(unexpected[0])}: the tensor '{unexpected[0]}' has no place in the model: {_OTHER_MODEL}."
         )
-    return [Group((name,), (name,), Identity(), description) for name in files.names() if name in weights.base]
+    groups = []
+    for name in files.names():
+        if name in weights.base:  # an adapter's parameters are loaded later
+            groups.append(Group((name,), (name,), Identity(), description))
+    return groups
 
 
 def _groups_of_format(
@@ -659,14 +683,18 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
         parameter = weights.parameters[tie.source]
-        slices, _ = my_shard(parameter)
         rows_in_files = _spec_in_files(weights, tie.source).shape[0]
+        slices, _ = my_shard(parameter)
         rows, *columns = slices
-        slices = (slice(min(rows.start, rows_in_files), min(rows.stop, rows_in_files)), *columns)
+        # The shard may end with rows of new tokens, which no file has.
+        rows = slice(min(rows.start, rows_in_files), min(rows.stop, rows_in_files))
         shapes = {files.shape(tie.external), files.shape(original)}
         differs = len(shapes) > 1
-        if shapes == {(rows_in_files, *parameter.shape[1:])} and slices[0].start < slices[0].stop:
-            differs = not torch.equal(files.read(tie.external, slices), files.read(original, slices))
+        # Another shape than the model's is refused later, with both shapes.
+        if shapes == {(rows_in_files, *parameter.shape[1:])} and rows.start < rows.stop:
+            tied_values = files.read(tie.external, (rows, *columns))
+            original_values = files.read(original, (rows, *columns))
+            differs = not torch.equal(tied_values, original_values)
         if differs:
             raise CheckpointError(
                 f"{files.path_of(tie.external)}: '{tie.external}' differs from '{original}', but the model "
@@ -735,16 +763,14 @@ def check_description(model: nn.Module, described: Description, path: Path | str
             )
 
 
-def initialize_missing(
-    model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None = None
-) -> None:
+def initialize_missing(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None) -> None:
     """Initialize parameters that are not in the checkpoint with their modules' ``initialize_parameters()``.
 
     Args:
         model: model after :func:`load_base`.
         loaded: names of the loaded parameters.
         device: device on which parameters on the meta device are materialized.
-        dtype: dtype of these parameters; unchanged by default.
+        dtype: dtype of these parameters; None leaves it unchanged.
 
     Raises:
         CheckpointError: no module initializes a parameter, or a buffer is on the meta device.
@@ -777,7 +803,9 @@ def initialize_missing(
 
 
 def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]) -> None:
-    """Initialize parameters of a module as full tensors; each rank keeps its shard.
+    """Initialize parameters of a module as full tensors; each rank keeps its shard. A collective.
+
+    FSDP would initialize a shard from its own values. Full tensors become equal on all ranks.
 
     Args:
         model: the model.
@@ -785,12 +813,10 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
-    # FSDP would initialize a shard from its own values: initialize full tensors, equally on all ranks.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}
-    for name, parameter in module.named_parameters():
-        name = f"{path}.{name}" if path else name
+    for name, parameter in module.named_parameters(prefix=path):
         if not isinstance(parameter, DTensor):
             continue
         if name in names:

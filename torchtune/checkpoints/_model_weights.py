@@ -28,7 +28,7 @@ from torchtune.modules.conversion import (
 from torchtune.modules.peft import LoRALinear, has_adapters, init_from_weight
 from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor, my_shard
 
-# Copies a slice of a full weight into a tensor.
+# Copies a slice of a full weight into a tensor; a reader copies it from files.
 CopySlice = Callable[[Slices, torch.Tensor], None]
 
 Content = Literal["model", "adapter", "merged"]
@@ -70,16 +70,17 @@ def groups_by_external_name(weight_map: WeightMap, description: Description) -> 
     return groups
 
 
-def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None = None) -> nn.Parameter:
+def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.dtype | None) -> nn.Parameter:
     """Materialize a parameter on the meta device, uninitialized; return any other parameter unchanged."""
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
         return parameter
-    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)
+    data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)  # of a DTensor, a shard
     return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    """Put a parameter into the model under a dotted name, and return it."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, parameter)
     return parameter
@@ -96,6 +97,12 @@ def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -
     finally:
         for name, parameter in originals.items():
             _set_parameter(model, name, parameter)
+
+
+def parent_modules(path: str) -> list[str]:
+    """Return the paths of the modules around a parameter or a module, outermost first."""
+    components = path.split(".")
+    return [".".join(components[:end]) for end in range(1, len(components))]
 
 
 def check_shape(path: Path, name: str, shape: Sequence[int], expected: Sequence[int]) -> None:
@@ -141,7 +148,9 @@ class ModelWeights:
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._owned_by = [conversion.owned_parameters(model) for conversion in self.conversions]
         self.owned: set[str] = set().union(*self._owned_by)
-        trained = set().union(*(conversion.trained_weights(model) for conversion in self.conversions))
+        trained: set[str] = set()
+        for conversion in self.conversions:
+            trained.update(conversion.trained_weights(model))
         self.trained_whole = [name for name in self.parameters if name in trained]
         self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
         self.storage: set[str] = set()
@@ -151,7 +160,8 @@ class ModelWeights:
                 self.stored[name] = conversion, stored_weight
         for _, stored_weight in self.stored.values():
             self.storage.update(stored_weight.names)
-        self.base = (self.parameters.keys() - self.owned - self.storage) | self.stored.keys()
+        plain = self.parameters.keys() - self.owned - self.storage
+        self.base = plain | self.stored.keys()
         self.split_layers: dict[str, LoRALinear] = {}
 
     @cached_property
@@ -167,7 +177,7 @@ class ModelWeights:
 
     @cached_property
     def module_map(self) -> WeightMap:
-        """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of those in files."""
+        """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of names in files."""
         weight_map = self.identity[0].weight_map("hf")
         return weight_map.prefixed(dict(weight_map.modules))
 
@@ -176,38 +186,46 @@ class ModelWeights:
         """Group of each base weight in :attr:`module_map`, by its name in ``transformers``."""
         return groups_by_external_name(self.module_map, self.identity[1])
 
+    def storage_of(self, name: str) -> Sequence[str]:
+        """Return the names of the parameters that store a weight: usually its own."""
+        if name not in self.stored:
+            return [name]
+        _, stored_weight = self.stored[name]
+        return stored_weight.names
+
     def trained_groups(self, groups: Mapping[str, Group] | None = None) -> list[Group]:
         """Return the groups of the weights that are trained whole.
 
         Args:
-            groups: group of each base weight, by name; those of :attr:`module_map` by default.
+            groups: group of each base weight, by name; the groups of :attr:`module_map` by default.
 
         Raises:
-            CheckpointError: a weight has no name in files, or is a part of one, or of a module, whose other parts are
-                frozen.
+            CheckpointError: a weight has no name in files, or shares a tensor in files or a module with a frozen one.
         """
+        if not self.trained_whole:
+            return []
         if groups is None:
             groups = groups_by_weight(self.module_map, self.identity[1])
         trained = set(self.trained_whole)
-        of_trained: dict[Group, None] = {}  # a set that keeps the order
+        trained_groups: dict[Group, None] = {}  # a set that keeps the order
         for name in self.trained_whole:
             if name not in groups:
                 raise CheckpointError(
                     f"train_modules: '{name}' has no name in Hugging Face's format, so no adapter can hold it: leave "
                     "its module out."
                 )
-            frozen = [part for part in groups[name].tune if part not in trained]
-            if frozen:
-                raise CheckpointError(
-                    f"train_modules: '{name}' is one weight with '{frozen[0]}' in files, which would stay frozen: name "
-                    "both or none."
-                )
-            of_trained[groups[name]] = None
-        self._check_modules_are_whole(groups, of_trained)
-        return list(of_trained)
+            for grouped_name in groups[name].tune:
+                if grouped_name not in trained:
+                    raise CheckpointError(
+                        f"train_modules: '{name}' is one weight with '{grouped_name}' in files, which would stay "
+                        "frozen: name both or none."
+                    )
+            trained_groups[groups[name]] = None
+        self._check_modules_are_whole(groups, trained_groups)
+        return list(trained_groups)
 
     def _check_modules_are_whole(self, groups: Mapping[str, Group], trained: Mapping[Group, None]) -> None:
-        """Raise ``CheckpointError`` if ``peft`` would save other weights with those that are trained."""
+        """Raise ``CheckpointError`` if a module has trained and frozen weights: ``peft`` would save all of them."""
         modules = set()
         for group in trained:
             modules.update(name.rpartition(".")[0] for name in group.external)
@@ -215,11 +233,11 @@ class ModelWeights:
             if group in trained:
                 continue
             for name in group.external:
-                module = next((module for module in modules if name.startswith(f"{module}.")), None)
-                if module is not None:
+                shared = sorted(modules.intersection(parent_modules(name)))
+                if shared:
                     raise CheckpointError(
-                        f"train_modules: peft saves '{module}' whole, with '{group.tune[0]}', which would stay frozen: "
-                        "name it, too, or leave out the rest of the module."
+                        f"train_modules: peft saves '{shared[-1]}' whole, with '{group.tune[0]}', which would stay "
+                        "frozen: name it, too, or leave out the rest of the module."
                     )
 
     @cached_property
@@ -234,7 +252,10 @@ class ModelWeights:
         weights: dict[str, nn.Parameter | StoredWeight] = dict(self.parameters)
         for name, (_, stored_weight) in self.stored.items():
             weights[name] = stored_weight
-        return {name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in weights.items()}
+        specs = {}
+        for name, weight in weights.items():
+            specs[name] = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        return specs
 
     @cached_property
     def _peft_configs(self) -> list[dict[str, Any]]:
@@ -285,8 +306,9 @@ class ModelWeights:
         """
         mapped = set(self.groups)
         self._check_no_weight_is_missing(mapped)
-        tied = getattr(getattr(self.model, "output", None), "tied_module", None)
-        if tied is not None and tied is not getattr(self.model, "tok_embeddings", tied):
+        output = getattr(self.model, "output", None)
+        tied_module = getattr(output, "tied_module", None)
+        if tied_module is not None and tied_module is not getattr(self.model, "tok_embeddings", tied_module):
             raise CheckpointError(
                 "model: its output is tied to another embedding than tok_embeddings, which no file would hold: change "
                 "its size with torchtune.modules.resize_token_embeddings, and values in place."
@@ -300,11 +322,12 @@ class ModelWeights:
 
     def _check_no_weight_is_missing(self, mapped: set[str]) -> None:
         """Raise ``CheckpointError`` if the model lacks a weight of the weight map, in a layer that it has."""
-        modules = {path for path, _ in self.model.named_modules()}  # a simulated model lacks whole layers
+        modules = {path for path, _ in self.model.named_modules()}
         missing = []
         for name in sorted(mapped - self.base):
             module_path = name.rpartition(".")[0]
-            if ".".join(module_path.split(".")[:2]) in modules:
+            layer = ".".join(module_path.split(".")[:2])
+            if layer in modules:  # a simulated model lacks whole layers
                 missing.append(name)
         if not missing:
             return
@@ -367,17 +390,22 @@ class ModelWeights:
         shards = {parameter: self._local_shard(parameter, device) for parameter in stored_weight.names}
         rows = slice(0, stored_weight.shape[0])
         if stored_weight.by_rows:
+            # From the first row to the last that any of the parameters needs.
             row_slices = [slices[0] for slices, _ in shards.values()]
-            rows = slice(min(part.start for part in row_slices), max(part.stop for part in row_slices))
+            start = min(row_slice.start for row_slice in row_slices)
+            stop = max(row_slice.stop for row_slice in row_slices)
+            rows = slice(start, stop)
         if rows.start == rows.stop:
             return
         columns = stored_weight.shape[1:]
-        weight = torch.empty(rows.stop - rows.start, *columns, dtype=stored_weight.dtype, device=device)
+        num_rows = rows.stop - rows.start
+        weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
         copy_slice((rows, *full_slices(columns)), weight)
         for parameter, tensor in self._from_full(name, weight).items():
             slices, local = shards[parameter]
             if stored_weight.by_rows:  # the converted tensor begins with the first row that was read
-                slices = (slice(slices[0].start - rows.start, slices[0].stop - rows.start), *slices[1:])
+                own_rows, *own_columns = slices
+                slices = (slice(own_rows.start - rows.start, own_rows.stop - rows.start), *own_columns)
             local.copy_(tensor[slices])
 
     def _fill_split(self, name: str, copy_slice: CopySlice, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -432,7 +460,9 @@ class ModelWeights:
         if name not in self.stored:
             return full_tensor(gathered.get(name, self.parameters[name]))
         conversion, stored_weight = self.stored[name]
-        tensors = {part: full_tensor(gathered.get(part, self.parameters[part])) for part in stored_weight.names}
+        tensors = {}
+        for parameter in stored_weight.names:  # in the same order on all ranks
+            tensors[parameter] = full_tensor(gathered.get(parameter, self.parameters[parameter]))
         weight = conversion.to_full(name, tensors)
         if tuple(weight.shape) != tuple(stored_weight.shape):
             raise wrong_tensors(
@@ -448,12 +478,12 @@ class ModelWeights:
         conversion, stored_weight = self.stored[name]
         tensors = conversion.from_full(name, value)
         expected = {}
-        for part in stored_weight.names:
-            parameter = self.parameters[part]
+        for parameter_name in stored_weight.names:
+            parameter = self.parameters[parameter_name]
             shape = tuple(parameter.shape)
             if stored_weight.by_rows:
                 shape = (value.shape[0], *shape[1:])
-            expected[part] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            expected[parameter_name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
         if describe_tensors(tensors) != describe_tensors(expected):
             raise wrong_tensors(
                 conversion,
@@ -468,7 +498,7 @@ class UnreadWeights:
     """Base weights that stay in their files, and are in a model only while they are written.
 
     Args:
-        readers: what reads each weight, by its name.
+        readers: reader of each weight, by the name of the weight.
     """
 
     def __init__(self, readers: Mapping[str, CopySlice]) -> None:
@@ -479,21 +509,22 @@ class UnreadWeights:
         """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
 
         Args:
-            weights: the model's weights; those that are not read are on the meta device.
+            weights: the model's weights; unread ones are on the meta device.
             names: names of parameters and weights.
         """
         unread = [name for name in names if name in self._readers]
-        on_meta = {}
+        meta_parameters = {}
         for name in unread:
-            parameters = weights.stored[name][1].names if name in weights.stored else [name]
-            on_meta.update({parameter: weights.parameters[parameter] for parameter in parameters})
+            for parameter_name in weights.storage_of(name):
+                meta_parameters[parameter_name] = weights.parameters[parameter_name]
         try:
             for name in unread:
                 weights.fill(name, self._readers[name], torch.device("cpu"))
             yield
         finally:
-            for name, parameter in on_meta.items():
-                weights.parameters[name] = _set_parameter(weights.model, name, parameter)
+            # The model has the parameters without values again, which frees the values.
+            for parameter_name, parameter in meta_parameters.items():
+                weights.parameters[parameter_name] = _set_parameter(weights.model, parameter_name, parameter)
 
 
 def wrong_tensors(conversion: Conversion, call: str, returned: str, expected: str) -> ConversionError:
@@ -526,7 +557,9 @@ def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
         return {name: checkpoint_contents(model, merge=merge) for name, model in models.items()}
     if not has_adapters(models):
         return "model"
-    return ("adapter", "merged") if merge else "adapter"
+    if merge:
+        return ("adapter", "merged")
+    return "adapter"
 
 
 def contents_of(contents: Contents, name: str) -> frozenset[str]:
@@ -539,12 +572,12 @@ def contents_of(contents: Contents, name: str) -> frozenset[str]:
         if name not in contents:
             raise CheckpointError(f"contents: the model '{name}' is missing: say what to save of it.")
         contents = contents[name]
-    chosen = frozenset([contents] if isinstance(contents, str) else contents)
-    if chosen not in _CHOICES:
+    contents_of_model = frozenset([contents] if isinstance(contents, str) else contents)
+    if contents_of_model not in _CHOICES:
         raise CheckpointError(
             f'contents: {contents!r} cannot be saved: choose "model", "adapter", "merged" or ("adapter", "merged").'
         )
-    return chosen
+    return contents_of_model
 
 
 class SaveView(ModelWeights):
@@ -582,8 +615,14 @@ class SaveView(ModelWeights):
     @cached_property
     def trained(self) -> list[str]:
         """Names of the parameters that require a gradient, or that a hook of a conversion changes."""
-        moved = set().union(*(conversion.moved_parameters(self.model) for conversion in self.conversions))
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad or name in moved]
+        moved = set()
+        for conversion in self.conversions:
+            moved |= conversion.moved_parameters(self.model)
+        names = []
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad or name in moved:
+                names.append(name)
+        return names
 
     def _in_adapter(self, *, merge: bool = False) -> set[str]:
         """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
@@ -617,6 +656,7 @@ class SaveView(ModelWeights):
             raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
         weights = self.base.intersection(self.groups) | self.storage
         written: set[str] = set()
+        # A resume reads the adapter and not the merged weights.
         if self.has_weights and not (resumable and self.has_adapter):
             written |= weights
         if self.has_adapter or self.merges:
@@ -663,7 +703,7 @@ class SaveView(ModelWeights):
             group: group of a weight map.
             turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
         """
-        # Ops only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
+        # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
         specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
         shapes = [spec.shape for spec in specs]
 
@@ -673,6 +713,7 @@ class SaveView(ModelWeights):
                 shard = self.shard(name, turn)
                 if not shard.is_writer:
                     continue
+                # A shard of a weight may lie in several external tensors, or in several slices of one.
                 for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
                     data = external_slice.of(shard.data)
                     start = tuple(dim.start for dim in external_slice.slices)
@@ -680,18 +721,22 @@ class SaveView(ModelWeights):
                     slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
             return slices
 
-        return TensorGroup(dict(zip(group.external, specs, strict=True)), compute, specs[0].itemsize)
+        specs_by_name = dict(zip(group.external, specs, strict=True))
+        return TensorGroup(specs_by_name, compute, specs[0].itemsize)
 
     def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
         """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
-        return self.tensor_group(Group((external,), (name,), Identity(), self.identity[1]), turn)
+        _, description = self.identity
+        return self.tensor_group(Group((external,), (name,), Identity(), description), turn)
 
     def shard(self, name: str, turn: int) -> LocalShard:
         """Return this rank's shard of a full weight to save; see :meth:`tensor_group`.
 
         A collective: conversions and merging need an all-gather.
         """
-        merge_inputs = self._merge_inputs(name) if self.merges and name in self.base else set()
+        merge_inputs = set()
+        if self.merges and name in self.base:
+            merge_inputs = self._merge_inputs(name)
         present = nullcontext()
         if self._unread is not None:
             present = self._unread.present(self, {name, *merge_inputs})
@@ -705,8 +750,9 @@ class SaveView(ModelWeights):
                 weight = parameter
         if name in self.stored or not isinstance(parameter, DTensor):
             # Every rank has the full weight.
+            slices = full_slices(weight.shape)
             is_writer = self.ranks.rank == turn % self.ranks.size
-            return LocalShard(self.specs[name], full_slices(weight.shape), weight.detach(), is_writer)
+            return LocalShard(self.specs[name], slices, weight.detach(), is_writer)
         shard = LocalShard.of(parameter, self.ranks, turn)
         if weight is parameter:
             return shard
@@ -717,19 +763,24 @@ class SaveView(ModelWeights):
     def _model_wide(self) -> set[str]:
         """Owned parameters of modules without a base weight: they may change any weight."""
         layers = {name.rpartition(".")[0] for name in self.base}
-        return {name for name in self.owned if not layers.intersection(_parents(name))}
+        return {name for name in self.owned if layers.isdisjoint(parent_modules(name))}
 
     def _merge_inputs(self, name: str) -> set[str]:
         """Return the parameters from which a merged weight is computed; empty if no conversion owns any of them."""
         path = name.rpartition(".")[0]
-        inputs = {f"{path}.{leaf}" for leaf, _ in self.model.get_submodule(path).named_parameters()}
-        inputs |= self._model_wide
-        return inputs if inputs & self.owned else set()
+        module = self.model.get_submodule(path)
+        inputs = {parameter for parameter, _ in module.named_parameters(prefix=path)} | self._model_wide
+        if inputs.isdisjoint(self.owned):
+            return set()
+        return inputs
 
     def _merged(self, name: str, merge_inputs: set[str]) -> torch.Tensor:
         """Return the full weight with all adapters merged. A collective: all ranks gather in the same order."""
-        sharded = [key for key in sorted(merge_inputs) if isinstance(self.parameters[key], DTensor)]
-        gathered = {key: full_tensor(self.parameters[key]) for key in sharded}
+        gathered = {}
+        for parameter_name in sorted(merge_inputs):
+            parameter = self.parameters[parameter_name]
+            if isinstance(parameter, DTensor):
+                gathered[parameter_name] = full_tensor(parameter)
         # Conversions compute merged weights from the parameters of the layer: give them full ones.
         with replaced_parameters(self.model, gathered):
             weight = self.full(name, gathered)
@@ -744,9 +795,3 @@ class SaveView(ModelWeights):
                     )
                 weight = merged
         return weight
-
-
-def _parents(name: str) -> list[str]:
-    """Return the paths of the modules around a parameter, outermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]

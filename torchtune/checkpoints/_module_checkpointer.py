@@ -9,11 +9,16 @@ from torch import nn
 
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files, write_extra_files
-from torchtune.checkpoints._open import open_weight_files
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
 from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._state import load_state, rank_state
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, WeightFiles, find_files
+from torchtune.checkpoints._weight_files import (
+    SAFETENSORS_INDEX,
+    CheckpointError,
+    WeightFiles,
+    find_files,
+    open_weight_files,
+)
 from torchtune.tokenizers import SavableTokenizer
 from torchtune.training.parallel import Ranks
 from torchtune.utils import doing, write_json
@@ -23,7 +28,7 @@ class ModuleCheckpointer(CheckpointStore):
     """Checkpoints of any ``nn.Module``: its state dict, buffers included, in ``model.safetensors``.
 
     For copied recipes that train a model of your own, on one process. Checkpoints have the completion marker, the
-    training state and the exact resume of :class:`CheckpointStore`; names are those of ``module.state_dict()``, so that
+    training state and the exact resume of :class:`CheckpointStore`, and the names of ``module.state_dict()``, so that
     ``module.load_state_dict(safetensors.torch.load_file(path))`` reads them.
 
     Args:
@@ -115,7 +120,7 @@ class ModuleCheckpointer(CheckpointStore):
             tokenizer: see :meth:`save`.
 
         Raises:
-            CheckpointError: an entry of the state dict is not a tensor that a file can hold, or a trained parameter is
+            CheckpointError: a value of the state dict is not a tensor that a file can hold, or a trained parameter is
                 not in it.
         """
         tensors = _state_dict(models)
@@ -187,15 +192,15 @@ class ModuleCheckpointer(CheckpointStore):
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
             write_extra_files(folder, extra_files or {})
 
-        own_state = None
+        state_of_rank = None
         if state is not None:
-            own_state = rank_state(state, dict(models.named_parameters()), self._ranks)
+            state_of_rank = rank_state(state, dict(models.named_parameters()), self._ranks)
         # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
         return self._save(
             name,
             files,
             write_small_files,
-            own_state,
+            state_of_rank,
             ModelsOfRun(),
             cfg=cfg,
             optimizers=[],
@@ -213,7 +218,7 @@ class ModuleCheckpointer(CheckpointStore):
 
 
 def _state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other entries."""
+    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other values."""
     tensors = {}
     for key, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -255,4 +260,5 @@ def _open_checked(model: nn.Module, folder: Path) -> WeightFiles:
 def _load(model: nn.Module, folder: Path) -> None:
     """Copy the tensors of a folder into the module's state dict."""
     files = _open_checked(model, folder)
+    # Into the existing tensors, which keep their device and dtype.
     model.load_state_dict(dict(files.stream()))

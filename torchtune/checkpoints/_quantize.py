@@ -10,12 +10,11 @@ import yaml
 from torch import nn
 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
-from torchtune.checkpoints._gguf_convert import export_gguf
+from torchtune.checkpoints._gguf import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import identity
-from torchtune.checkpoints._quantized_files import PACKED, SCALE, SHAPE
 from torchtune.checkpoints._save import TensorGroup, TensorSlice
-from torchtune.checkpoints._weight_files import CheckpointError, WeightFiles, read_json
+from torchtune.checkpoints._weight_files import PACKED, SCALE, SHAPE, CheckpointError, WeightFiles, read_json
 from torchtune.models import Group
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
@@ -94,7 +93,8 @@ def quantize_checkpoint(
     """
     _require_quantizer(quantizer)
     folder = Path(output_dir)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not is_new:
         raise UserError(f"output_dir: {folder} is there already and is not overwritten: name a new folder.")
     if isinstance(quantizer, GGUFQuantizer):
         export_gguf(source, model, _checked_groups(source, model), quantizer.file_type, folder, dtype=dtype)
@@ -121,7 +121,7 @@ def _quantizer_of_training(folder: Path) -> QATQuantizer | None:
     if not isinstance(component, dict):
         return None
     arguments = dict(component)
-    # The folder may come from anywhere: only classes of this library are called, not what its config names.
+    # The folder may come from anywhere: a class of another package that its config names is not called.
     module, _, class_name = str(arguments.pop("_component_", "")).rpartition(".")
     if module not in _QUANTIZER_MODULES:
         return None
@@ -195,7 +195,10 @@ def _compressed_specs(
     row = torch.zeros(1, *weight.shape[1:], dtype=weight.dtype)
     specs = {}
     for key, tensor in _compress(quantizer, storage_format, name, row).items():
-        shape = (2,) if key.endswith(SHAPE) else (len(weight), tensor.shape[1])
+        if key.endswith(SHAPE):  # the only tensor that is not by rows: two integers
+            shape = (2,)
+        else:
+            shape = (len(weight), tensor.shape[1])
         specs[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     return specs
 
@@ -228,19 +231,21 @@ def _compressed_slices(
 
 
 def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that store a weight, as ``_quantized_files`` describes them."""
+    """Return the tensors that store a weight, as ``_weight_files`` describes them."""
     values, scale = quantizer.quantized(weight)
     if storage_format != "pack-quantized":
         return {name: values, name + SCALE: scale}
-    shape = torch.tensor(weight.shape, dtype=torch.int64)
-    return {name + SHAPE: shape, name + PACKED: _pack(values, quantizer.bits), name + SCALE: scale}
+    packed = _pack(values, quantizer.bits)
+    shape = torch.tensor(weight.shape, dtype=torch.int64)  # of the packed values, the width follows only up to a word
+    return {name + SHAPE: shape, name + PACKED: packed, name + SCALE: scale}
 
 
 def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack int8 ``[out, in]`` of ``bits`` (4 or 8) each into int32 ``[out, ceil(in · bits / 32)]``."""
     per_word = 32 // bits
+    num_missing = -values.shape[1] % per_word  # in the last word of a row
     unsigned = values.to(torch.int32).add_(1 << (bits - 1))
-    unsigned = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word))
+    unsigned = torch.nn.functional.pad(unsigned, (0, num_missing))
     unsigned = unsigned.view(len(values), -1, per_word)  # [out, words, values of a word]
     packed = torch.zeros(unsigned.shape[:2], dtype=torch.int32, device=values.device)
     for position in range(per_word):  # the first value in the lowest bits
@@ -262,8 +267,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
     else:
         weights["strategy"] = "group"
         weights["group_size"] = group_size
-    # The format says how weights are stored: integers are packed into int32, unless the activations are quantized as
-    # well; then they stay plain, as kernels read them.
+    # Integers are packed into int32, unless the activations are quantized as well: kernels for these read plain ones.
     if quantizer.activations is None:
         inputs = None
         storage_format = "naive-quantized" if quantizer.weight_type == "float" else "pack-quantized"

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -114,31 +115,29 @@ class ModelsOfRun:
                     f"{sources[name].checkpoint_dir} differ: set checkpointer.checkpoint_dir back, or start a new run "
                     "in another output_dir."
                 )
-        current = ModelsOfRun.of(self.trained, sources).frozen
-        for name in sorted(current.keys() | self.frozen.keys()):
-            difference = _frozen_difference(name, self.frozen.get(name), current.get(name))
-            if difference is not None:
-                raise CheckpointError(
-                    f"{checkpoint} {difference}: resume with the saved torchtune_config.yaml, or start a new run in "
-                    "another output_dir."
+        frozen = ModelsOfRun.of(self.trained, sources).frozen
+        for name in sorted(frozen.keys() | self.frozen.keys()):
+            current = frozen.get(name)
+            saved = self.frozen.get(name)
+            if current is None:
+                difference = f"by a run with a '{name}' model ({saved['folder']}), and this run has none"
+            elif saved is None:
+                difference = f"by a run without a '{name}' model, and this run has one ({current['folder']})"
+            elif current["files"] != saved["files"]:
+                difference = (
+                    f"by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
+                    "differ from it"
                 )
-
-
-def _frozen_difference(name: str, saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None) -> str | None:
-    """Return how a frozen model of the resuming run differs from the saved one; None if they are equal."""
-    if current is None:
-        return f"was saved by a run with a '{name}' model ({saved['folder']}), and this run has none"
-    if saved is None:
-        return f"was saved by a run without a '{name}' model, and this run has one ({current['folder']})"
-    if current["files"] != saved["files"]:
-        return (
-            f"was saved by a run whose '{name}' model was {saved['folder']}, and the weights in {current['folder']} "
-            "differ from it"
-        )
-    return None
+            else:
+                continue
+            raise CheckpointError(
+                f"{checkpoint} was saved {difference}: resume with the saved torchtune_config.yaml, or start a new run "
+                "in another output_dir."
+            )
 
 
 def _record(source: ModelSource, files: list[list[int]]) -> dict[str, Any]:
+    """Return the record of a model's weights: the folder is for messages, the fingerprint is compared."""
     return {"folder": str(source.checkpoint_dir), "files": files}
 
 
@@ -244,24 +243,26 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path} holds no settings: resume from another checkpoint.")
-    # Compare the serialized forms, in which secrets are redacted on both sides.
+    # Compare the serialized settings, in which secrets are redacted on both sides.
     current = yaml.safe_load(to_yaml(cfg))
-    changes: dict[OnResume, list[str]] = {treatment: [] for treatment in OnResume}
+    changes: dict[OnResume, list[str]] = defaultdict(list)
     for name in sorted(saved.keys() & current.keys()):  # a newer release may have other settings
         for key, old, new in _differences(name, saved[name], current[name]):
             treatment = _treatment(key)
             effect = ""
-            if isinstance(old, str) and isinstance(new, str) and (key, old, new) in _EXACT:
+            are_texts = isinstance(old, str) and isinstance(new, str)  # other values may not be hashable
+            if are_texts and (key, old, new) in _EXACT:
                 treatment = OnResume.NEW
                 effect = f" ({_EXACT[key, old, new]})"
             if treatment is OnResume.KEPT and new is None:
-                continue  # a setting that is left out asks for nothing else
+                continue  # the setting was left out
             changes[treatment].append(f"{key} was {old} and is {new} now{effect}")
     fixed = changes[OnResume.FIXED]
     if fixed:
+        pronoun = "it" if len(fixed) == 1 else "them"
         raise CheckpointError(
-            f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set "
-            f"{'it' if len(fixed) == 1 else 'them'} back, or start a new run from its weights in another output_dir."
+            f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set {pronoun} back, or "
+            "start a new run from its weights in another output_dir."
         )
     for treatment in (OnResume.NEW, OnResume.KEPT):
         if changes[treatment]:
@@ -273,7 +274,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
 def check_same_settings(cfg: Any, ranks: Ranks) -> None:
     """Check that all ranks have the settings of rank 0; each machine reads its own command line and config.
 
-    Absolute paths, and what is logged, may differ between machines. A collective.
+    Absolute paths and settings of loggers may differ between machines. A collective.
 
     Args:
         cfg: settings of a recipe on this rank.
@@ -286,7 +287,7 @@ def check_same_settings(cfg: Any, ranks: Ranks) -> None:
 
     if ranks.size == 1:
         return
-    # The serialized forms again: secrets are redacted, and what comes from the environment is not resolved.
+    # The serialized settings again: secrets are redacted, and variables of the environment are not resolved.
     text = to_yaml(cfg)
     text_of_first = ranks.broadcast(text)
     with ranks.raise_on_all():
@@ -299,14 +300,20 @@ def _refuse_other_settings(first: Mapping[str, Any], own: Mapping[str, Any], ran
     changes = []
     for key, value_of_first, value in _differences("", first, own):
         key = key.removeprefix(".")
-        are_paths = all(isinstance(item, str) and Path(item).is_absolute() for item in (value_of_first, value))
-        if not are_paths and key.partition(".")[0] not in _MAY_DIFFER:
-            changes.append(f"{key} is {value_of_first} on rank 0 and {value} on rank {rank}")
+        are_paths = _is_absolute(value_of_first) and _is_absolute(value)
+        if are_paths or key.partition(".")[0] in _MAY_DIFFER:
+            continue
+        changes.append(f"{key} is {value_of_first} on rank 0 and {value} on rank {rank}")
     if changes:
         raise CheckpointError(
             f"The machines run with other settings: {'; '.join(changes)}: give all machines the same config and the "
             "same command line."
         )
+
+
+def _is_absolute(value: Any) -> bool:
+    """Return whether a setting is an absolute path."""
+    return isinstance(value, str) and Path(value).is_absolute()
 
 
 def _differences(name: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -366,7 +373,7 @@ class Candidate:
 
 
 def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: Path) -> list[Candidate]:
-    """Return the checkpoints here and in the bucket, newest first; of equal saves those that are here.
+    """Return the local and uploaded checkpoints, newest first; of equal saves, local ones first.
 
     Two different checkpoints of one name are of two runs that went on from the same point: the newer one counts.
 
@@ -392,7 +399,7 @@ def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: P
     )
 
 
-def resume_candidates(output_dir: Path, *, is_only_place: bool = True) -> list[Path]:
+def resume_candidates(output_dir: Path, *, is_only_place: bool) -> list[Path]:
     """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
 
     Leftovers of an interrupted save are deleted.
@@ -440,7 +447,7 @@ def resume_point(path: Path) -> ResumePoint:
     return ResumePoint(path)
 
 
-def refuse_damaged(path: Path, faults: list[str], older: list[Path], setting: str = "output_dir") -> None:
+def refuse_damaged(path: Path, faults: list[str], older: list[Path], setting: str) -> None:
     """Log the damage of a checkpoint, and the older checkpoint to try instead.
 
     Args:

@@ -50,7 +50,7 @@ _DTYPES = {
 
 
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the meta device with the full tensor's shape and dtype."""
+    """Return a tensor on the meta device with the shape and dtype of a full tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -199,14 +199,14 @@ class FileWriter:
             slices_of[tensor_slice.name].append(tensor_slice)
         for name, spec in group.specs.items():
             values = [tensor_slice.to_bytes() for tensor_slice in slices_of[name]]
-            size = sum(len(part) for part in values)
+            size = sum(len(slice_values) for slice_values in values)
             if size != spec.nbytes:
                 raise ValueError(f"{self.file.path}: got {size:,} bytes of '{name}', expected {spec.nbytes:,}.")
             # Slices of complete rows follow each other in the file; others are interleaved.
             if any(tensor_slice.shape[1:] != spec.shape[1:] for tensor_slice in slices_of[name]):
                 values = [_assemble(spec, slices_of[name], values)]
-            for part in values:
-                self._append(part)
+            for slice_values in values:
+                self._append(slice_values)
 
     def finish(self) -> None:
         """Flush the file to disk and close it. Raises ``ValueError`` if groups are missing."""
@@ -226,13 +226,12 @@ class FileWriter:
 
 def _assemble(spec: torch.Tensor, slices: Sequence[TensorSlice], values: Sequence[memoryview | bytes]) -> memoryview:
     """Return the bytes of a full tensor from slices along other dimensions than the first."""
-    full = torch.empty(*spec.shape, spec.itemsize, dtype=torch.uint8)
+    full = torch.empty(*spec.shape, spec.itemsize, dtype=torch.uint8)  # the last dimension: bytes of an element
     for tensor_slice, data in zip(slices, values, strict=True):
         if not data:
             continue
-        index = tuple(
-            slice(start, start + size) for start, size in zip(tensor_slice.start, tensor_slice.shape, strict=True)
-        )
+        dims = zip(tensor_slice.start, tensor_slice.shape, strict=True)
+        index = tuple(slice(start, start + size) for start, size in dims)
         full[index] = torch.frombuffer(data, dtype=torch.uint8).view(*tensor_slice.shape, spec.itemsize)
     return memoryview(full.view(-1).numpy())
 
@@ -344,11 +343,18 @@ class Saver:
                 before then.
 
         Raises:
+            CheckpointError: the ranks would write different tensors.
             UserError: the disk is full or not writable; earlier checkpoints are unchanged.
         """
         self.wait()
         start = time.monotonic()
-        self._check_equal_on_all_ranks(job)
+        # The headers determine the rounds and the bytes of every slice: with others, ranks would wait forever.
+        headers = [file.header for file in job.files]
+        signature = zlib.crc32(b"".join([*headers, job.state_signature]))
+        if len(set(self._ranks.gather(signature))) > 1:
+            raise CheckpointError(
+                f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
+            )
         failure: list[Exception] = []
         rounds = self._rounds(job, failure)
         if not in_background:
@@ -372,15 +378,6 @@ class Saver:
         self._hooks = [optimizer.register_step_pre_hook(self._wait_for_copy) for optimizer in optimizers]
         if not optimizers:
             self._wait_for_copy()
-
-    def _check_equal_on_all_ranks(self, job: Job) -> None:
-        """Raise ``CheckpointError`` if the ranks would write different tensors."""
-        headers = [file.header for file in job.files]
-        signature = zlib.crc32(b"".join([*headers, job.state_signature]))
-        if len(set(self._ranks.gather(signature))) > 1:
-            raise CheckpointError(
-                f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
-            )
 
     def _wait_for_copy(self, *_: object) -> None:
         """Wait until the tensors are copied; a hook that blocks the step of an optimizer."""
@@ -416,12 +413,13 @@ class Saver:
         # File i of a batch is written by rank i: in each round, every rank receives one group.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
-            for number in range(max(len(file.groups) for file in files)):  # files have different numbers of groups
-                yield [
-                    _GroupSlices(file, writer, compute(file.groups[number]))
-                    for writer, file in enumerate(files)
-                    if number < len(file.groups)
-                ]
+            num_rounds = max(len(file.groups) for file in files)
+            for number in range(num_rounds):
+                groups = []
+                for writer, file in enumerate(files):
+                    if number < len(file.groups):  # files have different numbers of groups
+                        groups.append(_GroupSlices(file, writer, compute(file.groups[number])))
+                yield groups
         if job.state_file is not None:
             for group in job.state_file.groups:
                 yield [_GroupSlices(job.state_file, self._ranks.rank, compute(group), is_shared=False)]
@@ -442,7 +440,8 @@ class Saver:
 
             def begin() -> Path:
                 stack.enter_context(self._lock.held())
-                return stack.enter_context(new_directory(job.output_dir, job.name, checksums, last_save=job.last_save))
+                directory = new_directory(job.output_dir, job.name, checksums, last_save=job.last_save)
+                return stack.enter_context(directory)
 
             folder = ranks.run_on_rank_0(begin)
             with ranks.raise_on_all():
@@ -524,9 +523,13 @@ class Saver:
         if self._ranks.size > 1 and groups[0].is_shared:
             for packet in self._ranks.exchange_packets(packets, receives=file is not None):
                 received = _unpack(packet)
-                is_complete = is_complete and received is not None
-                slices += received or []
-        return file, slices if is_complete else None
+                if received is None:
+                    is_complete = False
+                else:
+                    slices += received
+        if not is_complete:
+            return file, None
+        return file, slices
 
 
 def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:
@@ -540,35 +543,37 @@ def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_R
 
 
 def _copy_round(groups: _Round) -> _Round:
-    return [replace(group, slices=_on_host(group.slices)) for group in groups]
-
-
-def _on_host(slices: list[TensorSlice] | None) -> list[TensorSlice] | None:
-    if slices is None:
-        return None
-    copied = []
-    for tensor_slice in slices:
-        data = tensor_slice.data
-        buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
-        copied.append(replace(tensor_slice, data=buffer.copy_(data, non_blocking=data.is_cuda)))
-    return copied
+    """Copy the slices of a round to host memory, into pinned memory from CUDA, so that the host need not wait."""
+    copied_groups = []
+    for group in groups:
+        copied_slices = None  # of a group that could not be computed
+        if group.slices is not None:
+            copied_slices = []
+            for tensor_slice in group.slices:
+                data = tensor_slice.data
+                buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
+                buffer.copy_(data, non_blocking=data.is_cuda)
+                copied_slices.append(replace(tensor_slice, data=buffer))
+        copied_groups.append(replace(group, slices=copied_slices))
+    return copied_groups
 
 
 def _pack(slices: list[TensorSlice] | None) -> bytearray:
     """Serialize slices: length of the header, header (JSON), values. Empty if computing them failed."""
     if slices is None:
         return bytearray()
-    values = [tensor_slice.to_bytes() for tensor_slice in slices]
-    descriptions = [
-        [tensor_slice.name, tensor_slice.start, tensor_slice.shape, len(data)]
-        for tensor_slice, data in zip(slices, values, strict=True)
-    ]
+    values = []
+    descriptions = []
+    for tensor_slice in slices:
+        data = tensor_slice.to_bytes()
+        values.append(data)
+        descriptions.append([tensor_slice.name, tensor_slice.start, tensor_slice.shape, len(data)])
     header = json.dumps(descriptions).encode()
     return bytearray(b"").join([len(header).to_bytes(8, "little"), header, *values])
 
 
 def _unpack(packet: memoryview) -> list[TensorSlice] | None:
-    """Deserialize the slices of :func:`_pack`, whose values share the packet's memory."""
+    """Deserialize the slices of :func:`_pack`; their values share the packet's memory."""
     if not packet:
         return None
     offset = 8 + int.from_bytes(packet[:8], "little")

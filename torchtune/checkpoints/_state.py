@@ -81,26 +81,28 @@ class _OptimizerParameters:
             CheckpointError: an optimizer has a parameter of another model, which the checkpoint would not contain.
         """
         name_of = {parameter: name for name, parameter in parameters.items()}
+        optimizers: dict[str, Optimizer] = {}
+        for key, value in state.items():
+            optimizers.update(optimizers_of(key, value))
         names: dict[str, _NameGroups] = {}
         by_path: dict[str, torch.Tensor] = {}
-        for key, value in state.items():
-            for path, optimizer in optimizers_of(key, value):
-                names[path] = []
-                index = 0  # counts through all groups, as in the optimizer's state_dict
-                for group in optimizer.param_groups:
-                    group_names = []
-                    for parameter in group["params"]:
-                        if parameter not in name_of:
-                            raise CheckpointError(
-                                f"'{path}' trains a parameter that is in none of the models to be saved or resumed: "
-                                "pass every trained model, by name."
-                            )
-                        name = name_of[parameter]
-                        group_names.append(name)
-                        by_path[f"{path}/state/{index}"] = parameter
-                        by_path[f"{path}/state/{name}"] = parameter
-                        index += 1
-                    names[path].append(group_names)
+        for path, optimizer in optimizers.items():
+            names[path] = []
+            index = 0  # counts through all groups, as in the optimizer's state_dict
+            for group in optimizer.param_groups:
+                group_names = []
+                for parameter in group["params"]:
+                    if parameter not in name_of:
+                        raise CheckpointError(
+                            f"'{path}' trains a parameter that is in none of the models to be saved or resumed: pass "
+                            "every trained model, by name."
+                        )
+                    name = name_of[parameter]
+                    group_names.append(name)
+                    by_path[f"{path}/state/{index}"] = parameter
+                    by_path[f"{path}/state/{name}"] = parameter
+                    index += 1
+                names[path].append(group_names)
         return _OptimizerParameters(names, by_path)
 
     def of_tensor(self, path: str) -> torch.Tensor | None:
@@ -169,33 +171,41 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
     structure[_NAMES] = parameters.names
     groups = []
     starts = {}
-    for turn, (name, entry) in enumerate(tensors.items()):
-        shard = _shard_to_write(entry, parameters.of_tensor(entry.path), ranks, turn)
+    for turn, (name, state_tensor) in enumerate(tensors.items()):
+        shard = _shard_to_write(state_tensor, parameters.of_tensor(state_tensor.path), ranks, turn)
         if shard.is_writer and shard.data.numel():
-            starts[name] = [part.start for part in shard.slices]
+            starts[name] = [dim.start for dim in shard.slices]
             groups.append(TensorGroup.of(name, shard.data))
-    # Cloned, because training goes on drawing numbers while a save in the background writes them.
-    groups += [TensorGroup.of(name, entry.tensor.clone()) for name, entry in generator_tensors.items()]
+    for name, state_tensor in generator_tensors.items():
+        # Cloned, because training goes on drawing numbers while a save in the background writes them.
+        groups.append(TensorGroup.of(name, state_tensor.tensor.clone()))
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
     # Ranks compare this signature: their files must hold shards of the same tensors.
-    layout = [[name, entry.node.get("shape"), entry.node.get("dtype")] for name, entry in tensors.items()]
-    return RankState(TensorFile(_file_of(ranks.rank), groups, metadata), structure, json.dumps(layout).encode())
+    layout = []
+    for name, state_tensor in tensors.items():
+        node = state_tensor.node
+        layout.append([name, node.get("shape"), node.get("dtype")])
+    file = TensorFile(_file_of(ranks.rank), groups, metadata)
+    return RankState(file, structure, signature=json.dumps(layout).encode())
 
 
-def _shard_to_write(entry: _StateTensor, parameter: torch.Tensor | None, ranks: Ranks, turn: int) -> LocalShard:
+def _shard_to_write(state_tensor: _StateTensor, parameter: torch.Tensor | None, ranks: Ranks, turn: int) -> LocalShard:
     """Return this rank's shard of a tensor, and complete the tensor's node."""
-    # Optimizer state only changes at the next step; other objects may change any time, so copy theirs now.
-    tensor = entry.tensor.clone() if parameter is None else reduce_partial(entry.tensor)
+    if parameter is None:
+        tensor = state_tensor.tensor.clone()  # may change any time
+    else:
+        tensor = reduce_partial(state_tensor.tensor)  # changes at the optimizer's next step
     if parameter is None or tensor.nbytes <= _SMALL:
         turn = 0
     shard = LocalShard.of(tensor, ranks, turn, parameter)
-    entry.node["shape"] = list(shard.spec.shape)
-    entry.node["dtype"] = str(tensor.dtype).removeprefix("torch.")
+    node = state_tensor.node
+    node["shape"] = list(shard.spec.shape)
+    node["dtype"] = str(tensor.dtype).removeprefix("torch.")
     if isinstance(parameter, DTensor) and isinstance(tensor, DTensor) and tensor.shape != parameter.shape:
         # One row per shard of the parameter: only a run with the same shards can load it.
-        entry.node["shards"] = list(ShardGrid.of(parameter).sizes)
+        node["shards"] = list(ShardGrid.of(parameter).sizes)
     if shard.data.shape == shard.spec.shape:
-        entry.node["rank"] = turn % ranks.size
+        node["rank"] = turn % ranks.size  # the only file that holds the tensor
     return shard
 
 
@@ -206,7 +216,8 @@ def _file_of(rank: int) -> str:
 def _encode(value: Any, path: str, tensors: dict[str, _StateTensor]) -> _Node:
     """Encode ``value`` as JSON, and add its tensors to ``tensors``, by their names in the file."""
     if isinstance(value, torch.Tensor):
-        if type(value) not in (torch.Tensor, nn.Parameter, DTensor) or value.is_sparse or value.is_quantized:
+        is_plain = type(value) in (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hold several tensors
+        if not is_plain or value.is_sparse or value.is_quantized:
             raise CheckpointError(
                 f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved: use an optimizer "
                 "whose state is plain tensors."
@@ -221,10 +232,11 @@ def _encode(value: Any, path: str, tensors: dict[str, _StateTensor]) -> _Node:
                 raise CheckpointError(
                     f"The training state '{path}' has a key {key!r}, which cannot be saved: use text or numbers."
                 )
+        # Pairs, because keys of JSON objects would all be text.
         return {"dict": [[key, _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]}
     if value is None or isinstance(value, _PLAIN):
         return {"value": value}
     raise CheckpointError(f"The training state '{path}' holds a {type(value).__name__}, which cannot be saved.")
@@ -273,9 +285,11 @@ class _RankFiles:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self.count = max(len(list((folder / STATE_DIR).glob("rank_*.safetensors"))), 1)
+        paths = list((folder / STATE_DIR).glob("rank_*.safetensors"))
+        self.count = max(len(paths), 1)
         # A rank looks into its own file first, which has all of its shards if the mesh is the same.
-        self._order = list(dict.fromkeys([min(rank, self.count - 1), *range(self.count)]))
+        own_file = min(rank, self.count - 1)
+        self._order = list(dict.fromkeys([own_file, *range(self.count)]))
         self._headers: dict[int, _RankHeader] = {}
         self._open: dict[int, SafetensorsFiles] = {}
 
@@ -285,59 +299,72 @@ class _RankFiles:
             path = self._folder / _file_of(rank)
             with damage_named(path), safe_open(path, framework="pt") as file:
                 metadata = file.metadata()
-                starts = json.loads(metadata[_STARTS])
-                self._headers[rank] = _RankHeader(
-                    values=json.loads(metadata[_VALUES]),
-                    starts={name: tuple(map(int, start)) for name, start in starts.items()},
-                    shapes={name: tuple(file.get_slice(name).get_shape()) for name in file.keys()},  # noqa: SIM118
-                )
+                values = json.loads(metadata[_VALUES])
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                starts = {}
+                for name, start in json.loads(metadata[_STARTS]).items():
+                    starts[name] = tuple(int(index) for index in start)
+                self._headers[rank] = _RankHeader(values, starts, shapes)
         return self._headers[rank]
 
     def file(self, rank: int) -> SafetensorsFiles:
         """Return a rank's file, opened."""
         if rank not in self._open:
             while len(self._open) >= _OPEN:
-                self._open.pop(next(iter(self._open)))
+                longest_open = next(iter(self._open))
+                self._open.pop(longest_open)
             self._open[rank] = SafetensorsFiles([self._folder / _file_of(rank)])
         return self._open[rank]
 
     def read(self, node: _Node, slices: Slices) -> torch.Tensor:
         """Read a slice of a tensor, assembled from all overlapping shards."""
         name = node["tensor"]
-        values = torch.empty([part.stop - part.start for part in slices], dtype=getattr(torch, node["dtype"]))
-        missing = values.numel()
-        ranks = [node["rank"], *self._order] if "rank" in node else self._order
+        sizes = [dim.stop - dim.start for dim in slices]
+        values = torch.empty(sizes, dtype=getattr(torch, node["dtype"]))
+        num_missing = values.numel()
+        ranks = list(self._order)  # a copy, because the loop changes the order
+        if "rank" in node:
+            ranks.insert(0, node["rank"])
         for rank in dict.fromkeys(ranks):
-            if missing == 0:
+            if num_missing == 0:
                 break
             header = self.header(rank)
             if name not in header.starts:
                 continue
-            shard = tuple(
-                slice(start, start + size) for start, size in zip(header.starts[name], header.shapes[name], strict=True)
-            )
+            dims = zip(header.starts[name], header.shapes[name], strict=True)
+            shard = tuple(slice(start, start + size) for start, size in dims)
             overlap = _overlap(shard, slices)
             if overlap is None:
                 continue
             in_file = _relative(overlap, shard)
-            values[_relative(overlap, slices)] = self.file(rank).read(name, in_file or None)
-            missing -= math.prod(part.stop - part.start for part in overlap)
+            in_values = _relative(overlap, slices)
+            values[in_values] = self.file(rank).read(name, in_file or None)
+            num_missing -= math.prod(dim.stop - dim.start for dim in overlap)
             self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)
-        if missing:
+        if num_missing:
             raise KeyError(f"'{name}' is incomplete in the files of the ranks")
         return values
 
 
 def _overlap(first: Slices, second: Slices) -> Slices | None:
     """Return the intersection of two slices of a tensor; None if it is empty."""
-    overlap = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(first, second, strict=True))
-    return None if any(part.start >= part.stop for part in overlap) else overlap
+    overlap = []
+    for dim, other_dim in zip(first, second, strict=True):
+        start = max(dim.start, other_dim.start)
+        stop = min(dim.stop, other_dim.stop)
+        if start >= stop:
+            return None
+        overlap.append(slice(start, stop))
+    return tuple(overlap)
 
 
 def _relative(slices: Slices, origin: Slices) -> Slices:
-    """Return a slice of a tensor as a slice of the part ``origin``, which contains it."""
-    return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(slices, origin, strict=True))
+    """Return a slice of a tensor as a slice of another one, ``origin``, which contains it."""
+    relative = []
+    for dim, origin_dim in zip(slices, origin, strict=True):
+        relative.append(slice(dim.start - origin_dim.start, dim.stop - origin_dim.start))
+    return tuple(relative)
 
 
 # Exceptions caused by values of a wrong type.
@@ -411,7 +438,9 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     saved_names = structure.pop(_NAMES, {})
     structure.pop("files of ranks", None)  # checkpoints of 0.8.0's previews
     if "best" in state and "best" not in structure:  # earlier releases have it in the guard
-        guard = _decode_key(structure, "guard", _no_tensor, folder) if "guard" in structure else {}
+        guard = {}
+        if "guard" in structure:
+            guard = _decode_key(structure, "guard", _no_tensor, folder)
         structure["best"] = _encode(guard.get("best", {}), "best", {})
     for key in sorted(state.keys() ^ structure.keys()):
         owner = "this run has" if key in state else "the checkpoint has"
@@ -429,7 +458,8 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
             return files.read(node, _row_of_shard(parameter, node, shape, folder))
         if not isinstance(parameter, DTensor) or not shape:
             return files.read(node, full_slices(shape))
-        return read_shard(parameter, shape, getattr(torch, node["dtype"]), lambda slices: files.read(node, slices))
+        dtype = getattr(torch, node["dtype"])
+        return read_shard(parameter, shape, dtype, lambda slices: files.read(node, slices))
 
     for key, value in state.items():
         if isinstance(value, RNGState):
@@ -444,9 +474,11 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
         try:
             value.load_state_dict(saved)
         except _WRONG_VALUE as error:
+            reason = " ".join(str(error).split()).rstrip(".")  # in one line
+            if not isinstance(error, ValueError | RuntimeError):  # a KeyError's text is just the key
+                reason = f"{type(error).__name__}: {reason}"
             raise CheckpointError(
-                f"{folder}: its '{key}' does not fit this run ({_one_line(error)}): resume with the saved "
-                "torchtune_config.yaml."
+                f"{folder}: its '{key}' does not fit this run ({reason}): resume with the saved torchtune_config.yaml."
             ) from error
 
 
@@ -461,11 +493,6 @@ def _row_of_shard(parameter: torch.Tensor, node: _Node, shape: tuple[int, ...], 
         )
     row = tuple(slice(index, index + 1) for index in grid.coordinates)
     return (*row, *full_slices(shape[len(saved_sizes) :]))
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return text if isinstance(error, ValueError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def _load_generators(key: str, generators: RNGState, files: _RankFiles, folder: Path, rank: int) -> None:
@@ -488,7 +515,9 @@ def _check_optimizer_kind(key: str, value: Any, saved: Any, folder: Path) -> Non
         return
     try:
         for path, optimizer in optimizers_of(key, value):
-            saved_state = saved if path == key else saved.get(path.removeprefix(f"{key}/"), {})
+            saved_state = saved
+            if path != key:  # of a wrapper of several
+                saved_state = saved.get(path.removeprefix(f"{key}/"), {})
             check_state_format(optimizer, saved_state)
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
@@ -509,11 +538,13 @@ def _check_parameter_names(saved: dict[str, _NameGroups], current: dict[str, _Na
         return
     saved_names = _flat_names(saved)
     different = saved_names ^ _flat_names(current)
-    if not different:
+    name = min(different, default=None)
+    if name is None:
         reason = "their parameters are in another order or in other groups"
+    elif name in saved_names:
+        reason = f"'{name}' was trained then and is not now"
     else:
-        name = min(different)
-        reason = f"'{name}' was trained then and is not now" if name in saved_names else f"'{name}' is trained now only"
+        reason = f"'{name}' is trained now only"
     raise CheckpointError(
         f"{folder}: the optimizer's state does not fit this run ({reason}): resume with the saved "
         "torchtune_config.yaml."

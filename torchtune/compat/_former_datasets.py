@@ -108,7 +108,7 @@ def get_multi_dataset(
     if datasets.keys() != weights.keys():
         raise DataError(f"weights: {sorted(weights)} are not the names of the datasets, {sorted(datasets)}")
     criterion = stop_criteria.replace("EXHASTED", "EXHAUSTED")
-    constants = {}  # the criteria are constants in capitals, beside other attributes
+    constants = {}  # criteria are the constants in capitals
     for name, value in vars(nodes.StopCriteria).items():
         if name.isupper() and isinstance(value, str):
             constants[str(value)] = value

@@ -1,8 +1,8 @@
-"""Models of earlier releases: layers, masks, padding of images, checks of adapters, and conversions of weights."""
+"""Models of earlier releases: layers, masks, padding of images, checks of adapters, weights, and fake quantization."""
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,10 +18,16 @@ from torchtune.modules.kernels.flex import compile_flex_attention
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss
 from torchtune.modules.loss.custom_loss import LogitsLoss
 from torchtune.modules.low_precision import reparametrize_as_dtype_state_dict_post_hook
-from torchtune.modules.peft import DoRALinear, get_lora_module_names
+from torchtune.modules.low_precision.layers import set_fake_quant
+from torchtune.modules.low_precision.quantizers import (
+    QAT_QUANTIZERS,
+    Int4WeightOnlyQATQuantizerModuleSwap,
+    Int8DynActInt4WeightQATQuantizerModuleSwap,
+)
+from torchtune.modules.peft import DoRALinear, LoRALinear, QATLoRALinear, get_lora_module_names
 
 # Name in files -> name in models, with {} for the layer. Weight maps (torchtune.models.WeightMap) replace these tables:
-# changing a table does not change what a checkpointer does.
+# checkpointers do not read them.
 _FROM_HF = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attn.q_proj.weight",
@@ -63,7 +69,7 @@ _TO_PEFT_KEYS = {"lora_a": "lora_A", "lora_b": "lora_B", "magnitude": "lora_magn
 
 
 def update_stop_tokens_tracker(tokens: Tensor, stop_tokens: Tensor, stop_token_reached: Tensor) -> Tensor:
-    """Mark the sequences whose newest token is a stop token.
+    """Mark the sequences that end with a stop token.
 
     Args:
         tokens: newest token of each sequence, ``[b, 1]``.
@@ -167,7 +173,7 @@ def _check_keys(kind: str, keys: set[str], expected_keys: set[str]) -> None:
 
 
 def _unavailable(name: str) -> Callable[..., Any]:
-    """Return a function that raises, and names what replaces it; copied checkpointers import such a function."""
+    """Return a function that raises and names its replacement; copied checkpointers import such functions."""
 
     def convert(*args: Any, **kwargs: Any) -> Any:
         raise CheckpointError(
@@ -241,7 +247,7 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
     recorded: list[Tensor] = []
 
     def recording(sum_and_count: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-        @functools.wraps(sum_and_count)
+        @wraps(sum_and_count)
         def record(*args: Any, row_losses: list[Tensor] | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
             losses: list[Tensor] = []
             total, count = sum_and_count(*args, row_losses=losses, **kwargs)
@@ -334,7 +340,7 @@ def _register_reparametrize_state_dict_hooks(
     module: nn.Module, dtype: torch.dtype = torch.bfloat16, offload_to_cpu: bool = True
 ) -> None:
     """Make ``module.state_dict()`` return dequantized weights."""
-    hook = functools.partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
+    hook = partial(reparametrize_as_dtype_state_dict_post_hook, dtype=dtype, offload_to_cpu=offload_to_cpu)
     module._register_state_dict_hook(hook)
 
 
@@ -371,6 +377,59 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
             raise ValueError(f"Index {index} in '{slice_str}' is outside a list of {length}.")
         mask[index] = True
     return mask
+
+
+# Functions for model.apply, under the names of earlier releases; all modes are enabled and disabled alike.
+_enable_linear_fake_quant = set_fake_quant
+_disable_linear_fake_quant = partial(set_fake_quant, enabled=False)
+enable_4w_fake_quant_module_swap = _enable_linear_fake_quant
+enable_8da4w_fake_quant_module_swap = _enable_linear_fake_quant
+disable_4w_fake_quant_module_swap = _disable_linear_fake_quant
+disable_8da4w_fake_quant_module_swap = _disable_linear_fake_quant
+
+_QAT_MODES = {
+    quantizer_class.mode
+    for quantizer_class in (
+        *QAT_QUANTIZERS,
+        Int4WeightOnlyQATQuantizerModuleSwap,
+        Int8DynActInt4WeightQATQuantizerModuleSwap,
+    )
+}
+
+
+def _get_enable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """Return the function for ``model.apply`` that enables fake quantization; None for a mode without it."""
+    return _enable_linear_fake_quant if quantizer_mode in _QAT_MODES else None
+
+
+def _get_disable_fake_quant(quantizer_mode: str) -> Callable[[nn.Module], None] | None:
+    """Return the function for ``model.apply`` that disables fake quantization; None for a mode without it."""
+    return _disable_linear_fake_quant if quantizer_mode in _QAT_MODES else None
+
+
+def swap_lora_linear_with_qat(
+    module: nn.Module, activation_qat_config: Any | None = None, weight_qat_config: Any | None = None
+) -> None:
+    """Replace every LoRA layer of a module by one with fake quantizers, in place.
+
+    Args:
+        module: module that contains LoRA layers.
+        activation_qat_config: torchao's ``FakeQuantizeConfigBase`` of inputs, or None.
+        weight_qat_config: the same for weights with the adapter merged in, or None.
+
+    Raises:
+        ConversionError: an adapter has dropout.
+    """
+    for name, child in module.named_children():
+        if type(child) is LoRALinear:
+            setattr(module, name, QATLoRALinear.from_lora_linear(child, activation_qat_config, weight_qat_config))
+        else:
+            swap_lora_linear_with_qat(child, activation_qat_config, weight_qat_config)
+
+
+def is_fp8_tensorwise_scaling(fp8_recipe_name: str | None) -> bool:
+    """Return whether float8 training uses one scale per tensor: the default, or ``"tensorwise"``."""
+    return fp8_recipe_name in (None, "tensorwise")
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ def _names(module: str, target: str, names: str) -> dict[str, str]:
 
 
 def _modules(package: str, modules: str) -> dict[str, str]:
-    """Return rows of modules of a package whose names the package exports."""
+    """Return rows of modules whose package exports their names."""
     return {f"{package}.{module}": package for module in modules.split()}
 
 
@@ -125,7 +125,7 @@ MODULES = {
     "torchtune.training.checkpointing._checkpoint_client": "torchtune.compat",
     "torchtune.training.checkpointing._checkpointer": "torchtune.training",
     "torchtune.training.checkpointing._utils": "torchtune.training",
-    # until 0.2, `utils` had what is in `training` now
+    # until 0.2, `training` was a part of `utils`
     "torchtune.utils._checkpointing": "torchtune.training",
     "torchtune.utils._checkpointing._checkpointer": "torchtune.training",
     "torchtune.utils._checkpointing._checkpointer_utils": "torchtune.training",
@@ -155,7 +155,7 @@ _CHECKPOINT_HELPERS = (
 NAMES = {
     "torchtune.config._utils._get_component_from_path": "torchtune.config.locate",
     "torchtune.config._utils._has_component": "torchtune.config._document.is_component",
-    **_names("torchtune.config._utils", "torchtune.compat._former_config", "_merge_yaml_and_cli_args"),
+    **_names("torchtune.config._utils", "torchtune.compat._former_training", "_merge_yaml_and_cli_args"),
     **_names("torchtune.config._parse", "torchtune.compat", "TuneRecipeArgumentParser"),
     "torchtune.data._common.PACK_TYPE": "torchtune.compat.PACK_TYPE",
     "torchtune.data._utils.chain": "torchtune.compat._former_datasets.chain",
@@ -304,7 +304,7 @@ _RL = (
 )
 _IMAGE_MAKING = "models that make images are not in this release; VisionTransformer and CLIP's vision encoder are."
 
-# Former module or name, with everything below it -> what replaces it.
+# Former module or name, with everything below it -> its replacement, as a sentence.
 GONE = {
     **dict.fromkeys(
         (
@@ -386,8 +386,8 @@ GONE = {
 }
 
 
-# Arguments that functions of earlier releases took: (the start of a function's path, argument) -> what replaces it. An
-# argument without a replacement has no effect.
+# Arguments of functions in earlier releases: (the start of a function's path, argument) -> replacement. An argument
+# without a replacement has no effect.
 ARGUMENTS = {
     ("torchtune.datasets.", "trust_remote_code"): None,
     ("torchtune.datasets.", "max_seq_len"): "set `tokenizer.max_seq_len`.",
@@ -397,21 +397,15 @@ ARGUMENTS = {
 
 
 def former_argument(path: str, argument: str) -> tuple[bool, str | None]:
-    """Return whether a function took an argument in earlier releases, and what replaces it, if anything."""
+    """Return whether a function took an argument in earlier releases, and its replacement, if any."""
     for (start, name), replacement in ARGUMENTS.items():
         if name == argument and path.startswith(start):
             return True, replacement
     return False, None
 
 
-def _locate(path: str) -> Any:
-    """Return the object at ``path``. Raises ``AttributeError`` if there is none."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 def explain_gone(path: str) -> str | None:
-    """Return a sentence that says what replaces the module or name at ``path``, or ``None`` if it is not gone."""
+    """Return a sentence with the replacement of the module or name at ``path``, or ``None`` if it is not gone."""
     if path in MODULES or path in NAMES:
         return None
     parts = path.split(".")
@@ -456,16 +450,18 @@ def attribute(module: str, name: str) -> Any:
     missing = AttributeError(f"module '{module}' has no attribute '{name}'")
     if present is None:
         raise missing
+    present_module, _, present_name = present.rpartition(".")
     try:
-        value = _locate(present)
+        value = getattr(importlib.import_module(present_module), present_name)
     except AttributeError:
         raise missing from None
     _warn(path, present)
-    setattr(sys.modules[module], name, value)
+    setattr(sys.modules[module], name, value)  # found without this function from now on
     return value
 
 
 def _warn(path: str, present: str) -> None:
+    """Log the present path of a former name, once."""
     from torchtune.utils import get_logger, log_once
 
     log_once(get_logger(), f"{path} has moved to {present}: update the import, or the path in the config.", level=30)

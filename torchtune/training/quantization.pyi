@@ -1,6 +1,6 @@
 from torchtune.compat import is_fp8_tensorwise_scaling as is_fp8_tensorwise_scaling
 from torchtune.compat import swap_lora_linear_with_qat as swap_lora_linear_with_qat
-from torchtune.compat._former_quantization import (
+from torchtune.compat._former_models import (
     _disable_linear_fake_quant,
     _enable_linear_fake_quant,
     _get_disable_fake_quant,

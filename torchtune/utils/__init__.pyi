@@ -1,21 +1,30 @@
 from ._device import DeviceSupport as DeviceSupport
+from ._device import allocates_on_host as allocates_on_host
 from ._device import batch_to_device as batch_to_device
+from ._device import computes_on_cpu as computes_on_cpu
 from ._device import fill_from_cpu, find_device, parse_device, to_device
 from ._device import get_device as get_device
 from ._device import get_device_support as get_device_support
 from ._device import get_torch_device_namespace as get_torch_device_namespace
 from ._device import get_world_size_and_rank as get_world_size_and_rank
-from ._errors import EXIT_REQUEUE, HANG_EXIT_CODE, first_line
+from ._device import is_on_host as is_on_host
+from ._device import is_simulated as is_simulated
+from ._device import launches_kernels as launches_kernels
+from ._device import simulated as simulated
+from ._errors import EXIT_REQUEUE, HANG_EXIT_CODE, first_line, kept_random_state
 from ._errors import LostRankError as LostRankError
+from ._errors import ObserverGuard as ObserverGuard
 from ._errors import UserError as UserError
 from ._files import AppendedFile as AppendedFile
-from ._files import WriteError, clear_leftovers, convert_os_errors
+from ._files import ForeignPathError as ForeignPathError
+from ._files import WriteError, cache_root, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
 from ._files import explain_os_error as explain_os_error
 from ._files import file_limits as file_limits
 from ._files import fsync_directory as fsync_directory
+from ._files import refuse_foreign as refuse_foreign
 from ._folder_lock import FolderLock as FolderLock
 from ._heartbeat import LOOP_PHASES as LOOP_PHASES
 from ._heartbeat import Activity as Activity
@@ -28,41 +37,30 @@ from ._json import check_surrogates
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
-from ._log_files import AGENT_VARIABLE as AGENT_VARIABLE
-from ._log_files import GRACE_VARIABLE as GRACE_VARIABLE
-from ._log_files import LOST as LOST
-from ._log_files import MACHINES_VARIABLE as MACHINES_VARIABLE
-from ._log_files import close_run_logger as close_run_logger
-from ._log_files import dump_stacks as dump_stacks
-from ._log_files import dump_stacks_after as dump_stacks_after
-from ._log_files import first_to_say as first_to_say
-from ._log_files import get_run_logger as get_run_logger
-from ._log_files import note_in_run_log as note_in_run_log
-from ._log_files import run_log_path as run_log_path
-from ._log_files import was_said as was_said
+from ._logging import AGENT_VARIABLE as AGENT_VARIABLE
+from ._logging import GRACE_VARIABLE as GRACE_VARIABLE
+from ._logging import LOST as LOST
+from ._logging import MACHINES_VARIABLE as MACHINES_VARIABLE
 from ._logging import above_bars as above_bars
+from ._logging import close_run_logger as close_run_logger
 from ._logging import deprecate_parameter as deprecate_parameter
 from ._logging import deprecated as deprecated
+from ._logging import dump_stacks as dump_stacks
+from ._logging import dump_stacks_after as dump_stacks_after
+from ._logging import first_to_say as first_to_say
 from ._logging import get_logger as get_logger
 from ._logging import get_rank as get_rank
+from ._logging import get_run_logger as get_run_logger
 from ._logging import log_once as log_once
 from ._logging import log_rank_zero as log_rank_zero
 from ._logging import logged_once as logged_once
-from ._observer_guard import ObserverGuard as ObserverGuard
-from ._observer_guard import kept_random_state
+from ._logging import note_in_run_log as note_in_run_log
+from ._logging import run_log_path as run_log_path
+from ._logging import was_said as was_said
 from ._packages import hide_import_warnings
 from ._packages import require as require
 from ._packages import torch_version_ge as torch_version_ge
-from ._path_owner import ForeignPathError as ForeignPathError
-from ._path_owner import cache_root
-from ._path_owner import refuse_foreign as refuse_foreign
 from ._remote_folder import RemoteError, RemoteFolder, is_url, local_path
-from ._simulation import allocates_on_host as allocates_on_host
-from ._simulation import computes_on_cpu as computes_on_cpu
-from ._simulation import is_on_host as is_on_host
-from ._simulation import is_simulated as is_simulated
-from ._simulation import launches_kernels as launches_kernels
-from ._simulation import simulated as simulated
 from ._torch_private import (
     FrozenIntegers,
     allow_compiled_versions,

@@ -1,7 +1,8 @@
-"""Device selection by name."""
+"""Device selection by name, and simulated runs, in which fake CPU tensors represent accelerator tensors."""
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ def to_device(values: Any, device: "torch.device", dtype: "torch.dtype | None" =
 
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def fill_from_cpu(tensor: "torch.Tensor", fill: "Callable[[torch.Tensor], Any]") -> None:
@@ -123,7 +125,7 @@ def parse_device(device: str | None) -> "torch.device":
         raise UserError(f"device: '{device}' is not a device name: use one of {names}{hint}.") from error
 
 
-def find_device(device: str | None = None) -> "torch.device":
+def find_device(device: str | None) -> "torch.device":
     """Convert a name to a device of this machine, without initializing the device.
 
     Raises:
@@ -141,7 +143,9 @@ def find_device(device: str | None = None) -> "torch.device":
     if chosen.type in ("cpu", "mps"):
         return chosen
     count = getattr(torch, chosen.type).device_count()
-    index = int(os.environ.get("LOCAL_RANK", "0")) if chosen.index is None else chosen.index
+    index = chosen.index
+    if index is None:  # the processes of a machine have a device each
+        index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= count:
         raise UserError(f"device: '{chosen.type}:{index}' was asked for, but this machine has {count}.")
     return torch.device(chosen.type, index)
@@ -204,3 +208,52 @@ def batch_to_device(batch: MutableMapping[str, Any], device: "torch.device") -> 
             batch_to_device(value, device)
         elif hasattr(value, "to"):
             batch[key] = value.to(device)
+
+
+# Whether a run is simulated, and whether its CPU allocations count as host memory.
+_is_simulated = False
+_counts_host_memory = False
+
+
+def is_simulated() -> bool:
+    """Return whether :func:`simulated` is active; a simulation writes no files and calls no remote service."""
+    return _is_simulated
+
+
+def computes_on_cpu(device: "torch.device") -> bool:
+    """Return whether CPU-specific code paths apply; in a simulation, CPU tensors represent accelerator tensors."""
+    return device.type == "cpu" and not _is_simulated
+
+
+def launches_kernels(device: "torch.device") -> bool:
+    """Return whether an uncompiled operator costs a launch: on CUDA, and in a simulation, which stands for it."""
+    return device.type == "cuda" or (device.type == "cpu" and _is_simulated)
+
+
+@contextmanager
+def simulated() -> Iterator[None]:
+    """Context manager in which CPU tensors represent accelerator tensors."""
+    global _is_simulated
+    was_active = _is_simulated
+    _is_simulated = True
+    try:
+        yield
+    finally:
+        _is_simulated = was_active
+
+
+@contextmanager
+def allocates_on_host() -> Iterator[None]:
+    """Context manager in which a simulation counts CPU allocations as host memory."""
+    global _counts_host_memory
+    was_on_host = _counts_host_memory
+    _counts_host_memory = True
+    try:
+        yield
+    finally:
+        _counts_host_memory = was_on_host
+
+
+def is_on_host() -> bool:
+    """Return whether :func:`allocates_on_host` is active."""
+    return _counts_host_memory

@@ -1,4 +1,4 @@
-"""Write files and directories that are either complete or absent, and files of lines that grow during a run.
+"""Write files and directories that are either complete or absent, and files of lines that grow; refuse others' paths.
 
 An atomic write makes a temporary file in the same directory, flushes it to disk and renames it to the final name. If
 the process dies or the disk is full, the old file stays.
@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -59,8 +60,11 @@ class WriteError(UserError):
 def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
     """Convert an ``OSError`` of a write to ``path`` to an error for the user; unknown errors are returned unchanged."""
     # numpy's error after a partial write has no error number.
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and str(error).endswith(" written")):
-        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.exists() else 0.0
+    is_partial_write = error.errno is None and str(error).endswith(" written")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) or is_partial_write:
+        free = 0.0
+        if path.parent.exists():
+            free = shutil.disk_usage(path.parent).free / 2**20
         return WriteError(
             f"No space left while writing {path} ({free:.0f} MiB free)",
             "nothing that was saved before is lost; free some space or choose a folder on another disk",
@@ -78,7 +82,8 @@ def explain_os_error(error: OSError, path: Path) -> UserError | OSError:
         )
     if error.errno in (errno.EACCES, errno.EROFS):
         return WriteError(f"No permission to write {path}", "choose another folder or change its permissions")
-    if error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG) or not path.parent.exists():
+    is_wrong_path = error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+    if is_wrong_path or not path.parent.exists():
         return WriteError(f"{path} cannot be written ({error.strerror})", "choose another path")
     return error
 
@@ -130,8 +135,10 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opener = functools.partial(os.open, mode=0o600 if private else 0o666)
-        with open(temporary, mode, encoding=None if "b" in mode else "utf-8", opener=opener) as file:
+        permissions = 0o600 if private else 0o666
+        encoding = None if "b" in mode else "utf-8"
+        opener = functools.partial(os.open, mode=permissions)  # from the start, not after the first bytes
+        with open(temporary, mode, encoding=encoding, opener=opener) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -169,8 +176,10 @@ def atomic_directory(
         True
     """
     path = Path(path)
-    unique = uuid.uuid4().hex[:8]
-    temporary = path.with_name(f".{path.name}.{unique}.tmp" if not keep_on else f".{path.name}.part")
+    if keep_on:
+        temporary = path.with_name(f".{path.name}.part")
+    else:
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     is_kept = False
     try:
         temporary.mkdir(parents=True, exist_ok=bool(keep_on))
@@ -179,6 +188,7 @@ def atomic_directory(
         except keep_on:
             is_kept = True
             raise
+        # Before the rename: a file system may write the rename before the bytes of the files.
         _fsync_tree(temporary)
         replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
         if replace and path.exists():
@@ -204,12 +214,15 @@ def clear_leftovers(path: Path) -> None:
     Call it only while holding a lock, because a running call has folders with the same names.
     """
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}(\.old)?\.tmp")
-    for left in sorted(path.parent.iterdir()):
-        match = pattern.fullmatch(left.name)
-        if match and match[1] and not path.exists():
-            os.rename(left, path)
-        elif match:
-            shutil.rmtree(left)
+    for leftover in sorted(path.parent.iterdir()):
+        match = pattern.fullmatch(leftover.name)
+        if match is None:
+            continue
+        is_former_folder = match[1] is not None
+        if is_former_folder and not path.exists():
+            os.rename(leftover, path)
+        else:
+            shutil.rmtree(leftover)
 
 
 class AppendedFile:
@@ -234,8 +247,9 @@ class AppendedFile:
     def write_line(self, line: str) -> None:
         """Append a line, or several with line breaks between them."""
         data = f"{line}\n".encode("utf-8", "replace")
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        while data:  # a write may be partial
+            num_written = os.write(self._descriptor, data)
+            data = data[num_written:]
 
     def close(self) -> None:
         """Close the file."""
@@ -253,3 +267,56 @@ def append_line(path: Path, line: str) -> None:
             file.write_line(line)
     except OSError as error:
         get_logger().warning(str(explain_os_error(error, path)))
+
+
+class ForeignPathError(UserError):
+    """Path that another user of this machine controls."""
+
+
+def cache_root() -> Path:
+    """Return the folder of the library's caches: ``$TORCHTUNE_CACHE``, or ``torchtune`` in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser()
+
+
+def refuse_foreign(path: str | Path, key: str = "") -> None:
+    """Raise if a path leads through another user's file, link or folder inside a world-writable folder such as /tmp.
+
+    Names under /tmp are easy to guess. A user who creates ``/tmp/<model>`` first controls the weights and the chat
+    template used in training, and may read the outputs. Links along the path are followed and checked, too. Files of
+    root are trusted, but root trusts only itself.
+
+    Args:
+        path: path of a file or folder, which need not exist.
+        key: setting with the path, for the message.
+
+    Raises:
+        ForeignPathError: the path, a folder above it or a link along it belongs to another user.
+    """
+    trusted = {os.geteuid(), 0}
+    path_as_written = Path(os.path.abspath(path))
+    path_behind_links = Path(os.path.realpath(path))
+    for checked in dict.fromkeys((path_as_written, path_behind_links)):
+        parent_is_shared = False  # whether every user may write to the parent folder
+        for part in [*reversed(checked.parents), checked]:
+            try:
+                status = os.lstat(part)
+            except OSError:  # missing or not readable: opening it raises the error
+                break
+            if parent_is_shared and status.st_uid not in trusted:
+                setting = f"{key}: " if key else ""
+                raise ForeignPathError(
+                    f"{setting}the {_kind_of(status.st_mode)} {part} belongs to another user of this machine (uid "
+                    f"{status.st_uid}), who may have put anything there: use a folder of your own, such as one in your "
+                    "home, or remove it."
+                )
+            parent_is_shared = stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_IWOTH)
+
+
+def _kind_of(mode: int) -> str:
+    """Return the word for the kind of a path, given the mode in its status."""
+    if stat.S_ISLNK(mode):
+        return "link"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file"

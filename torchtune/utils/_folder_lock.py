@@ -48,7 +48,7 @@ class FolderLock:
         self._key = key
         self._lock: FileLock | None = None
         self._pid = 0  # the process that holds the lock
-        self._owner_text = ""  # what this process wrote into the lock file
+        self._owner_text = ""  # content of the lock file that this process wrote
         self._created_folder = False
 
     @property

@@ -58,7 +58,9 @@ def valid_json(value: Any) -> Any:
         return {key: valid_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [valid_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def write_json(path: str | Path, value: Any) -> None:

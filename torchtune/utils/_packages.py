@@ -66,6 +66,7 @@ def torch_version_ge(version: str) -> bool:
     from importlib.metadata import version as installed
 
     def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+        release = text.partition("+")[0]  # without the build, such as cpu or cu130
+        return tuple(int(number) for number in re.findall(r"\d+", release)[:3])
 
     return numbers(installed("torch")) >= numbers(version)

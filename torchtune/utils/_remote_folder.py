@@ -12,11 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtune.utils._errors import UserError, first_line
-from torchtune.utils._files import atomic_directory, explain_os_error
+from torchtune.utils._files import atomic_directory, cache_root, explain_os_error
 from torchtune.utils._folder_lock import FolderLock
 from torchtune.utils._heartbeat import sign_of_life
 from torchtune.utils._json import write_json
-from torchtune.utils._path_owner import cache_root
 
 # Bytes in memory at a time. S3 takes at most 10,000 parts: a file may have up to 160 GB.
 _CHUNK = 16 * 2**20
@@ -65,8 +64,9 @@ class RemoteFolder:
         try:
             self._fs, self._path = core.url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = _EXTRAS.get(protocol)
-            remedy = f"pip install 'torchtune[{extra}]'" if extra else "install that package"
+            remedy = "install that package"
+            if protocol in _EXTRAS:
+                remedy = f"pip install 'torchtune[{_EXTRAS[protocol]}]'"
             raise RemoteError(
                 f"{key}: {url} needs a package that is not installed ({first_line(error)}): {remedy}."
             ) from error
@@ -109,7 +109,7 @@ class RemoteFolder:
             return self._fs.isfile(self._path)
 
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return what the file system says of every file, by name; empty if there are none."""
+        """Return the file system's record of every file (size, tag, …), by name; empty if there are none."""
         with self._explained("cannot be listed"):
             self._fs.invalidate_cache()
             try:
@@ -117,7 +117,11 @@ class RemoteFolder:
             except FileNotFoundError:
                 return {}
         prefix = f"{self._path}/"
-        return {path.removeprefix(prefix): info for path, info in listing.items() if path.startswith(prefix)}
+        files = {}
+        for path, info in listing.items():
+            if path.startswith(prefix):  # a URL of a file lists the file itself
+                files[path.removeprefix(prefix)] = info
+        return files
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if it does not exist."""
@@ -266,9 +270,11 @@ def local_path(path: str | Path, key: str) -> Path:
 
 
 def _version(info: dict[str, Any]) -> list[Any]:
-    """Return what changes when an object is replaced: its size, and its tag or time."""
-    tag = info.get("ETag") or info.get("etag") or info.get("md5Hash") or info.get("mtime") or info.get("LastModified")
-    return [info["size"], str(tag)]
+    """Return size and tag (or time) of an object, which change when it is replaced."""
+    for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified"):  # each file system has one of them
+        if info.get(key):
+            return [info["size"], str(info[key])]
+    return [info["size"], str(None)]
 
 
 def _read_record(path: Path) -> dict[str, list[Any]] | None:

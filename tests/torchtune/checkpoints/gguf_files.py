@@ -61,10 +61,13 @@ def texts(count: int, special: list[str], seed: int = 0) -> list[str]:
 
     digits = [str(rng.randrange(10**size)) for size in range(1, 10)]
     parts = [*words, *special, *digits, *(f"-{first}.{second}%" for first, second in itertools.pairwise(digits))]
-    parts += ["".join(chr(rng.randrange(0x370, 0xD7FF)) for _ in "abc") for _ in range(40)]
+    for _ in range(40):
+        foreign_word = "".join(chr(rng.randrange(0x370, 0xD7FF)) for _ in range(3))
+        parts.append(foreign_word)
     examples = ["", " ", "\n", "0", "12345", " 12345", "a1", "1 2  3   4", "'", "'s's", *special]
     while len(examples) < count:
-        examples.append("".join(rng.choice(parts) + rng.choice(spaces) for _ in range(rng.randint(1, 14))))
+        num_words = rng.randint(1, 14)
+        examples.append("".join(rng.choice(parts) + rng.choice(spaces) for _ in range(num_words)))
     return examples
 
 

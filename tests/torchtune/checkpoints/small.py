@@ -190,9 +190,9 @@ def in_peft(base: torch.nn.Module, adapter: Path) -> torch.nn.Module:
     return peft.PeftModel.from_pretrained(base, adapter).eval()
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Assert that logits are equal but for rounding."""
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def some_tokens() -> torch.Tensor:

@@ -65,11 +65,10 @@ def gradients_under_names_of_peft(model: torch.nn.Module) -> dict[str, torch.Ten
 
 
 # Every shape with all targets, and every pair of a shape or of targets and an option.
-PAIRS = [
-    (shape, targets, OPTIONS[(row + column) % 3])
-    for row, shape in enumerate(("llama", "qwen2", "qwen3"))
-    for column, targets in enumerate(TARGETS)
-]
+PAIRS = []
+for _row, _shape in enumerate(("llama", "qwen2", "qwen3")):
+    for _column, _targets in enumerate(TARGETS):
+        PAIRS.append((_shape, _targets, OPTIONS[(_row + _column) % 3]))
 
 
 @pytest.mark.parametrize(("shape", "targets", "option"), PAIRS)
@@ -142,7 +141,7 @@ def test_adapters_of_fused_projections_are_exchanged_with_peft(shape, option, tm
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_adapter_of_a_part_of_a_fused_projection(dora, tmp_path):
+def test_adapters_of_frozen_parts_of_a_fused_projection_stay_zero(dora, tmp_path):
     """The adapters of the other parts stay zero: here, in peft, and after training."""
     source = write_folder(tmp_path / "in", "phi3")
     conversion = LoRA(4, 6, attn_modules=["q_proj", "v_proj"], use_dora=dora)
@@ -260,11 +259,11 @@ def test_cut_or_foreign_adapter_is_refused(adapted):
     path = adapted / "adapter_model.safetensors"
     file_bytes, tensors = path.read_bytes(), load_file(path)
     path.write_bytes(file_bytes[: len(file_bytes) // 2])
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors .* is not a whole safetensors file"):
         load(adapted, conversion)
     name = next(iter(tensors))
     save_file(tensors | {name.replace("layers.0", "layers.9"): tensors[name].clone()}, path)
-    with pytest.raises(CheckpointError, match=r"layers\.9"):
+    with pytest.raises(CheckpointError, match=r"layers\.9.*: it is an adapter of another model"):
         load(adapted, conversion)
     (adapted / "adapter_config.json").write_text("{")
     save_file(tensors, path)

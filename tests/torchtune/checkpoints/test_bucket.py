@@ -345,9 +345,10 @@ def test_checkpoint_that_is_saved_again_while_it_is_uploaded_is_uploaded_as_a_wh
     save(checkpointer, 2, model)
     FaultyFileSystem.reset()
     checkpointer.close()
-    here, there = files_of(tmp_path / "run" / "step_2"), files_of(bucket / "step_2")
-    del there[_bucket.MANIFEST]
-    assert there == here
+    local_files = files_of(tmp_path / "run" / "step_2")
+    uploaded_files = files_of(bucket / "step_2")
+    del uploaded_files[_bucket.MANIFEST]
+    assert uploaded_files == local_files
     point = resume(source, tmp_path / "fresh", bucket)
     assert point.path.name == "step_2"
 

@@ -70,7 +70,9 @@ def load_both(store: CheckpointStore, *conversions: Any) -> dict[str, Transforme
 
 def train(models: dict[str, TransformerDecoder]) -> torch.optim.Optimizer:
     """One step of one optimizer over both models."""
-    trained = [p for model in models.values() for p in model.parameters() if p.requires_grad]
+    trained = []
+    for model in models.values():
+        trained += [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
     sum(model(some_tokens()).float().square().mean() for model in models.values()).backward()
     optimizer.step()
@@ -89,7 +91,9 @@ def test_two_trained_models_resume_and_load_elsewhere(sources, tmp_path):
 
     again = make_store(sources, tmp_path / "run")
     resumed = load_both(again)
-    trained = [p for model in resumed.values() for p in model.parameters()]
+    trained = []
+    for model in resumed.values():
+        trained += model.parameters()
     resumed_optimizer = torch.optim.AdamW(trained, lr=0.1)
     resume(again, resumed, optimizer=resumed_optimizer)
     for name, model in models.items():
@@ -100,8 +104,8 @@ def test_two_trained_models_resume_and_load_elsewhere(sources, tmp_path):
     in_transformers = transformers.AutoModelForSequenceClassification.from_pretrained(saved / "value").eval()
     with torch.no_grad():
         values = models["value"].eval()(some_tokens())[:, -1]
-        resumed_parameter = in_transformers(some_tokens()).logits
-    torch.testing.assert_close(values, resumed_parameter, rtol=1e-4, atol=1e-5)
+        values_in_transformers = in_transformers(some_tokens()).logits
+    torch.testing.assert_close(values, values_in_transformers, rtol=1e-4, atol=1e-5)
     with pytest.raises(CheckpointError, match="the checkpoint has a trained model 'value', this run has none"):
         resume(again, resumed["policy"], optimizer=resumed_optimizer)
     # A run that starts from this checkpoint carries the small files of the policy, not those of the value model.
@@ -115,7 +119,7 @@ def test_each_model_has_its_contents(sources, tmp_path):
     optimizer = train(models)
     state = {"optimizer": optimizer, "progress": {}}
     contents = {"policy": "adapter", "value": "model"}
-    with pytest.raises(CheckpointError, match="'value'"):
+    with pytest.raises(CheckpointError, match="contents: the model 'value' is missing"):
         store.save("step_1", models, contents={"policy": "adapter"}, state=state)
     with pytest.raises(CheckpointError, match="checkpoints would hold the adapter alone"):
         store.save("step_1", models, contents="adapter", state=state)

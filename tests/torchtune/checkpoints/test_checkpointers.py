@@ -83,7 +83,7 @@ def test_state_dict_round_trip_is_exact(store, source, tmp_path):
 
 @pytest.mark.parametrize("size", ["5", "GB", "five GB", "-1GB"])
 def test_malformed_shard_size_is_refused(source, tmp_path, size):
-    with pytest.raises(CheckpointError, match="max_shard_size"):
+    with pytest.raises(CheckpointError, match=f"max_shard_size: '{size}' is not a size: write it like 5GB"):
         checkpointer(source, tmp_path).save_checkpoint({"model": {}}, epoch=0, max_shard_size=size)
 
 
@@ -197,7 +197,7 @@ def test_meta_checkpoints_are_read_and_written(tied, tmp_path):
     assert store.load_checkpoint()["seed"] == 7
 
 
-def test_checkpoints_with_names_of_this_library(source, tmp_path):
+def test_checkpoints_with_names_of_this_library_are_read_and_written(source, tmp_path):
     expected = load(source).state_dict()
     (tmp_path / "tune").mkdir()
     torch.save(expected, tmp_path / "tune" / "model.pt")

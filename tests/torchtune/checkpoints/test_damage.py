@@ -89,7 +89,7 @@ def test_configs_of_a_checkpoint_may_be_edited(run):
     path = run.output_dir / "step_2" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert run.find_resume_point().path.name == "step_2"
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json was changed since it was saved"):
         verify_checkpoint(run.output_dir / "step_2")
 
 

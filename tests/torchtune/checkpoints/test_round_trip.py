@@ -141,7 +141,7 @@ def test_a_save_does_not_need_the_source(left, tmp_path):
     close(logits(in_transformers(checkpointer.save("epoch_0", model))), logits(model))
 
 
-def test_an_earlier_checkpoint_as_base(tmp_path):
+def test_checkpoint_in_the_middle_of_a_run_is_a_base_for_another(tmp_path):
     """A checkpoint in the middle of a run is a model folder too; its training state is not passed on."""
     source = write_folder(tmp_path / "in")
     first, model = started(source)

@@ -66,7 +66,7 @@ def test_s3_upload_resume_and_damage(server, source, tmp_path):
     assert point.path.name == "step_2"
 
 
-def test_s3_parts_of_a_large_file_arrive(server, source, tmp_path):
+def test_s3_large_file_is_sent_and_received_in_chunks(server, source, tmp_path):
     folder = tmp_path / "large"
     folder.mkdir()
     content = os.urandom(40 * 2**20 + 7)

@@ -153,7 +153,10 @@ def one_writer_of_each_file(folder: Path) -> None:
         store.close()
         files_of_ranks: list[set[str]] = [set()] * dist.get_world_size()
         dist.all_gather_object(files_of_ranks, {name for name in opened if name.endswith(".safetensors")})
-        written = sorted(name for names in files_of_ranks for name in names)
+        written = []
+        for names in files_of_ranks:
+            written += names
+        written.sort()
         assert written == sorted(path.name for path in saved.rglob("*.safetensors"))
         assert len(written) > 2 * dist.get_world_size()
         for rank, names in enumerate(files_of_ranks):

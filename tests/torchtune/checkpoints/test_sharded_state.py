@@ -203,7 +203,10 @@ def test_state_resumes_on_other_ranks_and_meshes(folder):
         "tp": ["fused"],
         "fsdp_tp": ["fp32_master"],
     }
-    ranks.run(4, [resume(how, kind) for how, kinds in meshes.items() for kind in kinds], folder)
+    resumes = []
+    for mesh, kinds in meshes.items():
+        resumes += [resume(mesh, kind) for kind in kinds]
+    ranks.run(4, resumes, folder)
     new = [(folder / f"fused fsdp {rank} of 4").read_text() for rank in (2, 3)]
     assert new[0] != new[1], "ranks that are new draw the same numbers"
     assert new == [(folder / f"fused tp {rank} of 4").read_text() for rank in (2, 3)]

@@ -64,7 +64,7 @@ def lora() -> LoRA:
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_text_tower_comes_out_as_a_model_of_its_own(name, prefix, tmp_path):
+def test_text_decoder_of_a_composite_model_is_exported_as_a_model(name, prefix, tmp_path):
     hf = image_text_model(CONFIGS[name]())
     folder = tmp_path / "whole"
     hf.save_pretrained(folder)
@@ -102,25 +102,32 @@ def _folder_of(name: str, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]
     return folder, weights
 
 
-def _same_other_parts(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> set[str]:
+def _same_other_towers(saved_tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> set[str]:
     """The names of the others, with tensors [3, 5] that no model of transformers has."""
     text_parts = ("language_model", "text_model", "lm_head")
     other_names = set()
     for name, tensor in expected.items():
         if tensor.shape == (3, 5) or not any(part in name for part in text_parts):
             other_names.add(name)
-    assert found.keys() == expected.keys()
+    assert saved_tensors.keys() == expected.keys()
     assert len(other_names) > 5
-    assert same_bits({key: found[key] for key in other_names}, {key: expected[key] for key in other_names})
+    assert same_bits({key: saved_tensors[key] for key in other_names}, {key: expected[key] for key in other_names})
     return other_names
 
 
 @pytest.mark.parametrize(
     ("name", "max_shard_bytes"),
-    [(name, size) for name in ("Gemma3", "Mistral3") for size in (5 * 10**9, 50_000)]
-    + [(name, 50_000) for name in ("Gemma4", "Qwen3_5", "Qwen3_5Moe")],
+    [
+        ("Gemma3", 5 * 10**9),
+        ("Gemma3", 50_000),
+        ("Mistral3", 5 * 10**9),
+        ("Mistral3", 50_000),
+        ("Gemma4", 50_000),
+        ("Qwen3_5", 50_000),
+        ("Qwen3_5Moe", 50_000),
+    ],
 )
-def test_other_parts_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
+def test_other_towers_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
     folder, source = _folder_of(name, tmp_path)
     checkpointer, model = started(folder)
     with torch.no_grad():
@@ -128,7 +135,7 @@ def test_other_parts_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path
             parameter.mul_(1.25)  # exact in float32
     saved = checkpointer.save("epoch_0", model, max_shard_bytes=max_shard_bytes)
     saved_tensors = stored(saved)
-    for key in source.keys() - _same_other_parts(saved_tensors, source):
+    for key in source.keys() - _same_other_towers(saved_tensors, source):
         assert torch.equal(saved_tensors[key], source[key] * 1.25), key
     config = read(saved / "config.json")
     assert config == read(folder / "config.json") | {"text_config": config["text_config"]}
@@ -139,13 +146,13 @@ def test_other_parts_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path
     assert (logits(again.eval()) - logits(model)).abs().max() <= 1e-3  # scaled up by five quarters a matrix
 
 
-def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path):
+def test_a_merged_adapter_and_a_resume_keep_other_towers(tmp_path):
     folder, source = _folder_of("Gemma3", tmp_path)
     checkpointer, model = started(folder, lora(), output=tmp_path / "lora")
     randomize_adapter(model)
     merged = checkpointer.save("epoch_0", model, contents=("adapter", "merged"))
     merged_tensors = stored(merged)
-    _same_other_parts(merged_tensors, source)
+    _same_other_towers(merged_tensors, source)
     changed = {key for key in source if not torch.equal(merged_tensors[key], source[key])}
     assert {key.rpartition("self_attn.")[2] for key in changed} == {"q_proj.weight", "v_proj.weight"}
 
@@ -160,13 +167,13 @@ def test_a_merged_adapter_and_a_resume_keep_other_parts(tmp_path):
     assert same_bits(stored(checkpointer.save("step_2", again)), merged_tensors)
 
 
-def test_a_checkpoint_with_the_text_part_called_text_model(tmp_path):
+def test_text_decoder_with_the_prefix_text_model_is_read(tmp_path):
     folder, source = _folder_of("Gemma3", tmp_path)
     source = {key.replace("language_model.model.", "model.text_model."): value for key, value in source.items()}
     write_weights(folder, source)
     checkpointer, model = started(folder)
     saved_tensors = stored(checkpointer.save("epoch_0", model))
-    _same_other_parts(saved_tensors, source)
+    _same_other_towers(saved_tensors, source)
     assert all(torch.equal(saved_tensors[key], source[key]) for key in source)
 
 
@@ -222,7 +229,7 @@ def test_experts_in_one_tensor_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_adapter_of_the_text_part_is_exchanged_with_peft(name, tmp_path):
+def test_adapter_of_the_text_decoder_is_exchanged_with_peft(name, tmp_path):
     folder = tmp_path / "whole"
     hf = image_text_model(CONFIGS[name]())
     hf.save_pretrained(folder)

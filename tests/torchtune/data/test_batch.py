@@ -257,6 +257,12 @@ def test_a_prefix_with_a_prefix_is_refused_also_if_that_is_the_first_document():
         Documents.from_lengths([2, 2, 2], prefixes=[-1, 0, 1])
 
 
+def test_empty_documents_are_refused():
+    for lengths in ([], [2, 0]):
+        with pytest.raises(ValueError, match="at least one token"):
+            Documents.from_lengths(lengths)
+
+
 def test_chunks_of_a_document_are_counted_from_the_start_of_its_prefix():
     chunks = Documents.from_lengths([6, 4], prefixes=[-1, 0]).split_into_chunks(4)
     assert chunks.lengths == (4, 2, 2, 2)

@@ -1,5 +1,6 @@
-"""Files of what each process says, and what still reaches the screen."""
+"""The log files of processes, messages on the screen, and deprecation notices."""
 
+import logging
 import os
 import re
 import sys
@@ -10,9 +11,14 @@ import pytest
 
 from torchtune.utils import (
     close_run_logger,
+    deprecate_parameter,
+    deprecated,
     dump_stacks,
     dump_stacks_after,
+    get_logger,
     get_run_logger,
+    log_once,
+    log_rank_zero,
     note_in_run_log,
     run_log_path,
 )
@@ -146,3 +152,41 @@ def test_stacks_of_threads_are_written_to_the_log(tmp_path):
     assert "ERROR It stands still." in now
     assert "in test_stacks_of_threads_are_written_to_the_log" in now
     assert "in test_stacks_of_threads_are_written_to_the_log" in later
+
+
+def test_rank_zero_logs_and_once_messages_come_once(caplog, monkeypatch):
+    logger = get_logger("INFO")
+    with caplog.at_level(logging.INFO, logger="torchtune"):
+        log_rank_zero(logger, "first rank")
+        for _ in range(3):
+            log_once(logger, "once and for all")
+        monkeypatch.setenv("RANK", "1")
+        log_rank_zero(logger, "second rank")
+    assert [record.message for record in caplog.records] == ["first rank", "once and for all"]
+
+
+def test_a_deprecated_class_stays_a_class():
+    @deprecated("Use B.")
+    class A:
+        def __init__(self, x):
+            self.x = x
+
+    assert isinstance(A, type)
+    with pytest.warns(FutureWarning, match=r"A is deprecated and will be removed\. Use B\."):
+        assert A(3).x == 3
+
+
+def test_a_deprecated_function_and_parameter():
+    @deprecated()
+    def f():
+        return 1
+
+    @deprecate_parameter("old", "Use new.")
+    def g(new=0, old=None):
+        return new
+
+    with pytest.warns(FutureWarning, match="f is deprecated"):
+        assert f() == 1
+    assert g(2) == 2
+    with pytest.warns(FutureWarning, match="old is deprecated for g"):
+        g(2, 3)
