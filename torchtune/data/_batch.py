@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
 # Keyword arguments of a decoder's forward that are neither per token nor per document.

@@ -16,8 +16,7 @@ from torchtune._lazy import former_names
 from torchtune.data._batch import Batch, check_shifted
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images, join_images
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX, SourceNumber
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 
 Document = Mapping[str, Any]
 # An example: a document, or a pack (a list of documents).

@@ -12,8 +12,7 @@ import torch
 
 from torchtune.data._batch import check_shifted
 from torchtune.data._dataset import as_example_dataset
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance
