@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtune._lazy import former_package
 from torchtune.data import (
     DataError,
     InputOutputToMessages,
@@ -273,3 +274,13 @@ def the_cauldron_dataset(
         name=subset if on_hub else None,
         **settings,
     )
+
+
+__all__ = [
+    "llava_instruct_dataset",
+    "multimodal_chat_dataset",
+    "the_cauldron_dataset",
+    "the_cauldron_transform",
+    "vqa_dataset",
+]
+__getattr__, __path__ = former_package(__name__)
