@@ -16,8 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from torchtune.data import DataError
-from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, parsed
-from torchtune.datasets._lines import packed_by, unpacking
+from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, packed_by, parsed, unpacking
 from torchtune.datasets._row_cache import cache_folder
 from torchtune.utils import UserError
 

@@ -14,7 +14,7 @@ from tests.tiny import write_lines
 from torchtune.data import DataError
 from torchtune.datasets import chat_dataset, instruct_dataset
 from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
-from torchtune.datasets._stream_readers import open_reader
+from torchtune.datasets._streamed import open_reader
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
 
