@@ -58,7 +58,7 @@ from ._ragged_images import (
 from ._ragged_images import Images as Images
 from ._rows import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
 from ._rows import DataError as DataError
-from ._rows import SourceNumber, check_column_map, column, copy_sample, text_column, truncate_row
+from ._rows import SourceNumber, check_column_map, column, copy_sample, kind_of, text_column, truncate_row
 from ._rows import Transform as Transform
 from ._rows import truncate as truncate
 from ._to_messages import AlpacaToMessages as AlpacaToMessages
