@@ -237,7 +237,11 @@ class FileFormat:
             file.seek(offset)
             return file
         with unpacking(Path(path)):
-            while offset > 0 and (skipped := file.read(min(offset, _CHUNK))):
+            # Bytes of a compressed file can only be skipped by decompressing them.
+            while offset > 0:
+                skipped = file.read(min(offset, _CHUNK))
+                if not skipped:
+                    break
                 offset -= len(skipped)
         return file
 
@@ -284,12 +288,20 @@ class JsonArray(JsonLines):
             rows = self._rows(text)
         except UserError as error:
             raise UserError(f"{path}: {error}; correct the file.") from error
+        # As lines, the rows have offsets, by which they are found again.
         lines = io.BytesIO("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         lines.seek(offset)
         return lines
 
     def _rows(self, text: bytes) -> Sequence[Any]:
-        value = _parse_json(text)
+        """Return the rows of a whole file; raise :class:`UserError` with the reason if it holds no list of rows."""
+        try:
+            value = parse_json_line(text)
+        except UserError:
+            # Several objects, each over several lines, are rows as well.
+            value = _parse_json_values(decode_utf8(text))
+            if len(value) < 2:
+                raise
         if self.field is not None:
             if not isinstance(value, dict) or self.field not in value:
                 raise UserError(f"it holds no object with the key '{self.field}', which field names")
@@ -303,17 +315,6 @@ class JsonArray(JsonLines):
         if not isinstance(value, list):
             raise UserError(f"it holds one {type(value).__name__}, not a list of rows")
         return value
-
-
-def _parse_json(text: bytes) -> Any:
-    """Parse a file of one JSON value; several values, one after the other, become a list."""
-    try:
-        return parse_json_line(text)
-    except UserError:
-        values = _parse_json_values(decode_utf8(text))
-        if len(values) < 2:
-            raise
-        return values
 
 
 def _parse_json_values(text: str) -> list[Any]:
@@ -358,7 +359,7 @@ class Table(FileFormat):
 
     def divide(self, file: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
         """See :meth:`FileFormat.divide`; a record goes on behind a line break in quotes."""
-        lines: list[bytes] = []
+        lines: list[bytes] = []  # that the reader has taken for the current record
 
         def texts() -> Iterator[str]:
             for line in file:
@@ -369,7 +370,7 @@ class Table(FileFormat):
         reader = self._reader(texts())
         while True:
             try:
-                next(reader)
+                next(reader)  # only to know where the record ends: its cells are decoded when it is read
             except StopIteration:
                 break
             except csv.Error:
@@ -386,31 +387,40 @@ class Table(FileFormat):
         """Return the cells by column; raise :class:`UserError` if their number differs from the header's."""
         cells = self.cells(record)
         if len(cells) != len(self.names):
-            quotes = ": put texts with the delimiter in quotes" if len(cells) > len(self.names) else ""
-            raise UserError(f"it has {len(cells)} fields and the header has {len(self.names)}{quotes}")
+            problem = f"it has {len(cells)} fields and the header has {len(self.names)}"
+            if len(cells) > len(self.names):
+                problem += ": put texts with the delimiter in quotes"
+            raise UserError(problem)
         return dict(zip(self.names, cells, strict=True))
 
     def cells(self, record: bytes) -> list[str]:
         """Return the cells of a record; raise :class:`UserError` if it is broken."""
         if b"\0" in record:
             raise UserError("it has a zero byte: the file was not written to its end, or is not UTF-8")
-        try:
-            text = decode_utf8(record) if self.encoding is None else record.decode(self.encoding)
-        except UnicodeDecodeError as error:
-            raise UserError(f"byte {error.start + 1} is not {self.encoding}: correct the encoding") from error
+        if self.encoding is None:
+            text = decode_utf8(record)
+        else:
+            try:
+                text = record.decode(self.encoding)
+            except UnicodeDecodeError as error:
+                raise UserError(f"byte {error.start + 1} is not {self.encoding}: correct the encoding") from error
         try:
             # A newline is the only end of a line, as in `divide`; a carriage return in quotes stays.
             rows = list(self._reader(io.StringIO(text, newline="\n")))
         except csv.Error as error:
-            raise UserError(_explain(error)) from error
-        return next((row for row in rows if row), [])
+            raise UserError(_explain_csv_error(error)) from error
+        for row in rows:
+            if row:  # blank lines before the record belong to it
+                return row
+        return []
 
     def _reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        # Python's limit of 131,072 characters is for the whole process: another library may have set it back.
         csv.field_size_limit(_LONGEST_CELL)
         return csv.reader(lines, **self.dialect, strict=True)
 
 
-def _explain(error: csv.Error) -> str:
+def _explain_csv_error(error: csv.Error) -> str:
     """Return the reason why a record of a table is broken, for a user who sees the file."""
     message = str(error)
     if "unexpected end" in message:
@@ -453,11 +463,14 @@ def settings_of(loader: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None
         DataError: a table has a setting that is not known, or a value that is not possible.
     """
     settings = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
-    if loader == "text":
-        return None if settings else {}
+    if loader == "csv":
+        return _table_settings(settings)
+    known = set()
     if loader == "json":
-        return None if settings.keys() - {"field"} else settings
-    return _table_settings(settings)
+        known = {"field"}
+    if settings.keys() - known:
+        return None
+    return settings
 
 
 # Settings of a table that are arguments of `csv.reader`, and all of them.
@@ -469,7 +482,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check the settings of a table; raise :class:`DataError` for an unknown one or an impossible value."""
     settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
     for name, value in _ALWAYS_SET.items():
-        if str(settings.get(name)) == str(value):
+        if str(settings.get(name)) == str(value):  # a command line may hand over "False"
             del settings[name]
     for name in settings:
         if name not in _TABLE_SETTINGS:
@@ -499,24 +512,21 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(skiprows, int) or isinstance(skiprows, bool) or skiprows < 0:
         raise DataError(f"skiprows must be the number of lines before the table, not {skiprows!r}.")
     encoding = settings.pop("encoding", "utf-8")
-    if encoding.lower() not in ("utf-8", "utf8", "utf-8-sig"):
-        _check_encoding(encoding)
-        settings["encoding"] = encoding
-    return settings
+    if encoding.lower() in ("utf-8", "utf8", "utf-8-sig"):
+        return settings
+    # Records are found by the bytes of line ends, delimiters and quotes, which other encodings than UTF-16 share.
+    try:
+        has_ascii_bytes = 'a,"\n'.encode(encoding) == b'a,"\n'
+    except LookupError as error:
+        raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
+    if not has_ascii_bytes:
+        raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
+    return {**settings, "encoding": encoding}
 
 
 _OTHER_NAMES = {"sep": "delimiter", "names": "column_names"}
 # Settings that change nothing with these values, because every cell is a text.
 _ALWAYS_SET = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
-
-
-def _check_encoding(encoding: str) -> None:
-    try:
-        is_possible = 'a,"\n'.encode(encoding) == b'a,"\n'
-    except LookupError as error:
-        raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
-    if not is_possible:
-        raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
 
 
 def _checked_names(names: list[str]) -> tuple[str, ...]:
@@ -567,16 +577,26 @@ def _has_json_lines(path: Path) -> bool:
         value = parse_json_line(first)
     except UserError:
         return False  # a value over several lines
-    return isinstance(value, dict) or (isinstance(value, list) and next(lines, None) is not None)
+    if isinstance(value, list):  # one line is the whole file; of several, each is a row, which is refused later
+        return next(lines, None) is not None
+    return isinstance(value, dict)
 
 
 def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
+    """Return the format of a table: its dialect, the names of its columns, and where its first row begins."""
     dialect = {name: settings[name] for name in _DIALECT if name in settings}
-    dialect.setdefault("delimiter", "\t" if suffix_of(path) == ".tsv" else ",")
+    if "delimiter" not in dialect:
+        dialect["delimiter"] = ","
+        if suffix_of(path) == ".tsv":
+            dialect["delimiter"] = "\t"
     table = Table(dialect=dialect, encoding=settings.get("encoding"))
     names = settings.get("column_names")
     has_header = names is None or "header" in settings
-    offset = _length_of_mark(table, path)
+    offset = 0
+    with table.open(path) as file, unpacking(Path(path)):
+        # Without the byte order mark, a quotation mark behind it still begins a cell.
+        if file.read(len(_BOM)) == _BOM:
+            offset = len(_BOM)
     num_lines = 0  # before the first row
     with table.open(path, offset) as file, unpacking(Path(path)):
         for _ in range(settings.get("skiprows", 0)):
@@ -600,12 +620,6 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
         if names is None:
             names = header
     return Table(names or (), dialect, table.encoding, start=(offset, num_lines))
-
-
-def _length_of_mark(table: Table, path: str) -> int:
-    """Return the bytes of a byte order mark, behind which a quotation mark still begins a cell."""
-    with table.open(path) as file, unpacking(Path(path)):
-        return len(_BOM) if file.read(len(_BOM)) == _BOM else 0
 
 
 def _check_delimiter(line: str, header: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -635,7 +649,9 @@ def suffix_of(name: str) -> str:
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    if not suffixes:
+        return ""
+    return suffixes[-1]
 
 
 def numbered_records(path: str, format: FileFormat) -> Iterator[tuple[int, Line]]:
