@@ -116,7 +116,9 @@ class AnswersDataset(TokenizedDataset):
         self._transform = message_transform
         self._tokenizer = tokenizer
         self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
-        self._rows = encoded(source.rows(), message_transform) if self.num_images else None
+        self._rows = None
+        if self.num_images:  # read again with each example, because images are not stored with the tokens
+            self._rows = encoded(source.rows(), message_transform)
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
@@ -245,8 +247,10 @@ def tokenize_pair(
             allow_empty_answers=allow_empty_answers,
         )
     if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
-        is_cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
-        raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if is_cut else ''}")
+        problem = "both answers are the same"
+        if limit is not None and len(samples["chosen"]["tokens"]) >= limit:
+            problem += f" within max_seq_len={limit}"
+        raise DataError(problem)
     return samples
 
 
@@ -393,6 +397,7 @@ class KTODataset(AnswersDataset):
         self._set_is_good(np.array([note["is_chosen"] for note in rows.notes], bool))
 
     def _set_is_good(self, is_good: np.ndarray) -> None:
+        """Keep whether each answer is good, bool ``[rows]``; raise :class:`DataError` if all or none are."""
         self._is_good = is_good
         if not len(is_good):
             return

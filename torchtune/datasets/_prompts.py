@@ -88,9 +88,10 @@ class PromptDataset(TokenizedDataset):
 
     def _split(self, row: Mapping[str, Any]) -> tuple[Conversation, Message | None]:
         """Return the prompt, and the reference answer if the last message is the assistant's."""
-        if not isinstance(row, Mapping) or self._column not in row:
-            columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-            raise DataError(f"there is no column '{self._column}' among {columns or 'none'}")
+        if not isinstance(row, Mapping):
+            raise DataError(f"there is no column '{self._column}' among {type(row).__name__}")
+        if self._column not in row:
+            raise DataError(f"there is no column '{self._column}' among {', '.join(map(str, row)) or 'none'}")
         row = unfold_prompt(row, self._column)
         turns = with_images(row[self._column], images_of_columns(row))
         prompt = read_conversation(row, turns, new_system_prompt=self._system, columns=(self._column,))

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,39 @@ from torchtune.datasets._token_store import TokenStore
 from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer, end_of_text
 from torchtune.utils import get_logger, log_rank_zero
+
+
+def _read_text(row: Mapping[str, Any], name: str) -> str:
+    """Return a text of a row; raise :class:`DataError` if it is missing or empty."""
+    text = text_column(row, name)
+    if not text.strip():
+        raise DataError(f"column '{name}' has an empty text")
+    return text
+
+
+def _read_negatives(row: Mapping[str, Any], name: str, *, is_required: bool) -> list[str]:
+    """Return the texts of a row that do not answer its query: a list of texts, one text, or nothing.
+
+    Args:
+        row: the row.
+        name: column of the texts.
+        is_required: whether the row must have the column.
+
+    Raises:
+        DataError: the column is missing, holds something else, or has an empty text.
+    """
+    value = row.get(name)
+    if is_required:
+        value = column(row, name)
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise DataError(f"column '{name}' must hold a text or a list of texts")
+    if not all(text.strip() for text in value):
+        raise DataError(f"column '{name}' has an empty text")
+    return value
 
 
 class RetrievalTransform:
@@ -56,39 +89,24 @@ class RetrievalTransform:
             DataError: a text is missing or empty, or a negative equals the positive.
         """
         warn_of_row_weight(row, "a dataset for embedding models")
-        query = self._tokens(
-            text_column(row, self.column_map["query"]), self._query_instruction, self.column_map["query"]
-        )
-        positive = self._tokens(
-            text_column(row, self.column_map["positive"]), self._document_instruction, self.column_map["positive"]
-        )
+        query = self._tokens(self._query_instruction + _read_text(row, self.column_map["query"]))
+        positive = self._tokens(self._document_instruction + _read_text(row, self.column_map["positive"]))
         texts = [query, positive]
-        for number, text in enumerate(self._negatives(row)):
-            name = self.column_map.get("negatives", "negatives")
-            negative = self._tokens(text, self._document_instruction, name)
-            if negative == positive:
-                is_cut = self.limit is not None and len(negative) >= self.limit
-                within = f" within max_seq_len={self.limit}" if is_cut else ""
-                raise DataError(f"negative {number} equals the positive{within}")
+        column_of_negatives = self.column_map.get("negatives", "negatives")
+        negatives = _read_negatives(row, column_of_negatives, is_required=self._needs_negatives)
+        for number, text in enumerate(negatives):
+            negative = self._tokens(self._document_instruction + text)
+            if negative == positive:  # the loss would push a text away from its query and towards it
+                problem = f"negative {number} equals the positive"
+                if self.limit is not None and len(negative) >= self.limit:
+                    problem += f" within max_seq_len={self.limit}"
+                raise DataError(problem)
             texts.append(negative)
         return texts
 
-    def _negatives(self, row: Mapping[str, Any]) -> list[str]:
-        name = self.column_map.get("negatives", "negatives")
-        value = column(row, name) if self._needs_negatives else row.get(name)
-        if value is None:
-            return []
-        if isinstance(value, str):
-            return [value]
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise DataError(f"column '{name}' must hold a text or a list of texts")
-        return value
-
-    def _tokens(self, text: str, instruction: str, name: str) -> list[int]:
-        """Return the tokens of a text after its instruction, truncated on the right, with the tokens at its end."""
-        if not text.strip():
-            raise DataError(f"column '{name}' has an empty text")
-        tokens = list(self._encode(text=instruction + text, add_bos=True, add_eos=False))
+    def _tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, truncated on the right, with the tokens at its end."""
+        tokens = list(self._encode(text=text, add_bos=True, add_eos=False))
         if self.limit is not None:
             tokens = tokens[: self.limit - len(self.end)]
         return tokens + self.end
@@ -301,13 +319,14 @@ class PairTransform:
                 to 1.
         """
         warn_of_row_weight(row, "a dataset for rerankers")
-        query = self._text(row, "query")
+        query = _read_text(row, self.column_map["query"])
         if self.column_map["document"] in row or self.column_map["positive"] not in row:
-            document = self._text(row, "document")
+            document = _read_text(row, self.column_map["document"])
             return [self._sample(query, document, self._label(row), query)]
-        positive = self._text(row, "positive")
+        positive = _read_text(row, self.column_map["positive"])
+        negatives = _read_negatives(row, self.column_map["negatives"], is_required=False)
         samples = [self._sample(query, positive, 1.0, None)]
-        for number, negative in enumerate(self._negatives(row)):
+        for number, negative in enumerate(negatives):
             if negative == positive:
                 raise DataError(f"negative {number} equals the positive")
             samples.append(self._sample(query, negative, 0.0, None))
@@ -319,26 +338,8 @@ class PairTransform:
         labels = [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]
         return {"rows": {"tokens": tokens, "labels": labels, "note": [label, key]}}
 
-    def _text(self, row: Mapping[str, Any], key: str) -> str:
-        text = text_column(row, self.column_map[key])
-        if not text.strip():
-            raise DataError(f"column '{self.column_map[key]}' has an empty text")
-        return text
-
-    def _negatives(self, row: Mapping[str, Any]) -> list[str]:
-        name = self.column_map["negatives"]
-        value = row.get(name)
-        if value is None:
-            return []
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise DataError(f"column '{name}' must hold a text or a list of texts")
-        if not all(text.strip() for text in value):
-            raise DataError(f"column '{name}' has an empty text")
-        return value
-
     def _label(self, row: Mapping[str, Any]) -> float:
+        """Return the label of a row; raise :class:`DataError` if it is not a number from 0 to 1."""
         name = self.column_map["label"]
         value = column(row, name)
         if not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value <= 1:
@@ -418,7 +419,14 @@ class RerankingDataset(TokenizedDataset):
         self._labels = np.array([label for label, _ in rows.notes])
         self._examples = [[pair] for pair in range(len(rows.notes))]  # pairs of each example
         if listwise:
-            self._examples = _candidates(rows.numbers.tolist(), [query for _, query in rows.notes])
+            # The candidates of a query are those of its row, or all rows with one document and the same query.
+            keys: list[int | str] = []
+            for row, (_, query) in zip(rows.numbers.tolist(), rows.notes, strict=True):
+                if query is None:
+                    keys.append(row)
+                else:
+                    keys.append(query)
+            self._examples = _indices_by_key(keys)
         super().__init__(row_source, rows, limit=transform.limit)
         self._check_labels()
 
@@ -481,21 +489,9 @@ class RerankingDataset(TokenizedDataset):
             example_of.update(dict.fromkeys(pairs, example))
         super()._keep(rows)
         self._labels = self._labels[rows]
+        # Pairs are numbered anew. The candidates of an example that are left stay together.
         self._examples = _indices_by_key(example_of[former_pair] for former_pair in rows.tolist())
         self._check_labels()
-
-
-def _candidates(numbers: Sequence[int], queries: Sequence[str | None]) -> list[list[int]]:
-    """Return the pairs of each query, in the order of the first.
-
-    Args:
-        numbers: row of each pair.
-        queries: query of each pair of a row with one document; ``None`` for rows with several.
-    """
-    keys: list[int | str] = []
-    for number, query in zip(numbers, queries, strict=True):
-        keys.append(number if query is None else query)
-    return _indices_by_key(keys)
 
 
 def _indices_by_key(keys: Iterable[int | str]) -> list[list[int]]:

@@ -105,8 +105,11 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     """Return the format of a row; ``UNKNOWN`` if no dataset reads it."""
     styles = {}  # of the columns with turns
     for name, value in row.items():
-        if styles_of(value):
-            styles[name] = styles_of(value)[0]
+        styles_of_column = styles_of(value)
+        if styles_of_column:
+            styles[name] = styles_of_column[0]
+    # From special columns to common ones: a pair of answers also has a prompt, a labeled chat also is a chat, and a
+    # text is in most rows.
     row_format = (
         _token_format(row)
         or _retrieval_format(row)
@@ -141,6 +144,7 @@ def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
 
 
 def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of token ids, in the column that tokenizers of ``transformers`` write."""
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
         return RowFormat("token ids", "pretokenized_dataset")
@@ -148,6 +152,7 @@ def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a query with a passage that answers it, and perhaps passages that do not."""
     if not isinstance(row.get("positive"), str):
         return None
     # "anchor" and "negative" are the columns of sentence-transformers' data sets.
@@ -165,6 +170,7 @@ def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a query with a document and the label of both."""
     is_pair = isinstance(row.get("query"), str) and isinstance(row.get("document"), str)
     if is_pair and isinstance(row.get("label"), int | float):
         return RowFormat(RERANKING, "reranking_dataset")
@@ -172,6 +178,7 @@ def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of a pair of answers, whose prompt may have one of several names."""
     settings: Settings = ()
     if {"chosen", "rejected"} <= row.keys():
         prompts = [name for name in styles if name not in ("chosen", "rejected")]
@@ -190,6 +197,7 @@ def _is_alpaca(row: Mapping[str, Any]) -> bool:
 
 
 def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of an answer that is labeled good or bad."""
     settings: Settings = ()
     if "completion" in row and read_label(row.get("label")) is not None:
         return RowFormat("labeled answers (KTO)", "kto_dataset")
@@ -207,7 +215,9 @@ def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFor
 
 
 def _alpaca_format(row: Mapping[str, Any]) -> RowFormat | None:
-    return RowFormat("Alpaca", "alpaca_dataset") if _is_alpaca(row) else None
+    if not _is_alpaca(row):
+        return None
+    return RowFormat("Alpaca", "alpaca_dataset")
 
 
 def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
@@ -219,6 +229,7 @@ def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, st
 
 
 def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of a conversation: in one column, in a prompt and a completion, or with images."""
     for question, answer in (("prompt", "completion"), ("input", "output")):
         if question in row and answer in row and (question in styles or answer in styles):
             settings = column_map(input=question, output=answer)
@@ -240,12 +251,18 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
 
 def _conversation_column(styles: Mapping[str, str]) -> str:
     """Return the column of a row's conversation: one with a usual name, otherwise the first with turns."""
-    usual = [column for _, _, column in STYLES.values() if column in styles]
-    return usual[0] if usual else next(iter(styles), "")
+    for _, _, column in STYLES.values():
+        if column in styles:
+            return column
+    return next(iter(styles), "")
 
 
 def _image_column(row: Mapping[str, Any]) -> str | None:
-    return next((name for name in ("image", "images") if name in row), None)
+    """Return the column of a row's images; None if it has none."""
+    for name in ("image", "images"):
+        if name in row:
+            return name
+    return None
 
 
 def _ends_with_answer(turns: Any) -> bool:
@@ -257,6 +274,7 @@ def _ends_with_answer(turns: Any) -> bool:
 
 
 def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a question with an answer, both texts, and perhaps with an image."""
     for question, answer in _QUESTION_COLUMNS:
         if not isinstance(row.get(question), str) or not isinstance(row.get(answer), str):
             continue
@@ -271,24 +289,33 @@ def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of rows of texts: a conversation as JSON, a prompt, a labeled text, or plain text."""
     if "text" not in row and "prompt" not in row:
         readings = conversations_of(row)  # as JSON text
         if readings:
             return chat_format(*readings[0])
     if "prompt" in row:
-        return RowFormat("prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset")
+        kind = "prompts"
+        if len(row) > 1:  # rewards read the other columns
+            kind = "prompts with answers"
+        return RowFormat(kind, "prompt_dataset")
     if isinstance(row.get("text"), str) and is_class_label(row.get("label")):
         return RowFormat(LABELED_TEXTS, "classification_dataset")
     texts = [name for name, value in row.items() if isinstance(value, str)]
-    if texts and ("text" in row or len(row) == 1):
-        column = "text" if "text" in row else texts[0]
-        return RowFormat("raw text", "text_completion_dataset", (("column", column),))
+    if not texts:
+        return None
+    if "text" in row:
+        return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
+    if len(row) == 1:
+        return RowFormat("raw text", "text_completion_dataset", (("column", texts[0]),))
     return None
 
 
 def is_class_label(value: Any) -> bool:
     """Return whether a value is a class, a list of classes, or a number."""
-    items = value if isinstance(value, list) else [value]
+    items = [value]
+    if isinstance(value, list):
+        items = value
     return all(isinstance(item, str | int | float) for item in items)
 
 
@@ -317,4 +344,6 @@ def read_label(value: Any) -> bool | None:
     """Return whether an answer is good, by its label (a bool, 1, 0, or one of them as text); None for another value."""
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
-    return bool(value) if value in (True, False) else None
+    if value in (True, False):  # also 1 and 0, and 1.0 and 0.0
+        return bool(value)
+    return None

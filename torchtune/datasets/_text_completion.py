@@ -22,7 +22,9 @@ class TextTransform:
         self._column = column
         self._add_eos = add_eos
         length = max_seq_len or getattr(tokenizer, "max_seq_len", None)
-        self.limit = length - 1 if cut and length is not None else None
+        self.limit = None
+        if cut and length is not None:
+            self.limit = length - 1
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
@@ -122,9 +124,12 @@ def text_completion_dataset(
     """
     # The ending is that of pretokenized_dataset, written out: `tune validate` follows **load_dataset_kwargs to the
     # classes that are called here, which it could not do through a function that is given the class.
-    length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    length = None
+    if packed:  # fails before the rows are read
+        length = max_seq_len or pack_length(tokenizer)
+    cut = not (packed and split_across_pack)
     if load_dataset_kwargs.get("streaming"):
-        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, not (packed and split_across_pack))
+        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
         return StreamedDataset(
             transform,
             source,
@@ -142,7 +147,7 @@ def text_completion_dataset(
         add_eos=add_eos,
         filter_fn=filter_fn,
         max_seq_len=max_seq_len,
-        cut=not (packed and split_across_pack),
+        cut=cut,
         split=split,
         **load_dataset_kwargs,
     )
