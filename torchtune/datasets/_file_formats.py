@@ -465,10 +465,10 @@ def settings_of(loader: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None
     settings = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
     if loader == "csv":
         return _table_settings(settings)
-    known = set()
+    supported = set()
     if loader == "json":
-        known = {"field"}
-    if settings.keys() - known:
+        supported = {"field"}
+    if settings.keys() - supported:
         return None
     return settings
 

@@ -2,7 +2,6 @@
 
 import difflib
 import glob
-import itertools
 import logging
 import os
 import socket
@@ -12,7 +11,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +28,9 @@ from torchtune.utils import RemoteFolder, UserError, first_line, get_logger, log
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
-# Loaders whose files this library reads itself, by the class of their settings in the datasets package.
 # Protocols that the datasets package reads without fsspec's file systems.
 _OWN_PROTOCOLS = ("http://", "https://", "hf://")
+# Loaders whose files this library reads itself, by the class of their settings in the datasets package.
 _OWN = {"CsvConfig": "csv", "JsonConfig": "json", "TextConfig": "text"}
 # Files in a folder that `save_to_disk` of a dataset, or of a dataset with splits, wrote.
 _SAVED = ("state.json", "dataset_dict.json")
@@ -49,29 +48,33 @@ def _files(data_files: Any) -> list[str]:
         return []
     if isinstance(data_files, str | Path):
         return [str(data_files)]
-    values = data_files.values() if isinstance(data_files, Mapping) else data_files
+    values = data_files
+    if isinstance(data_files, Mapping):
+        values = data_files.values()
     names = []
     for value in values:
         names += _files(value)
     return names
 
 
-def _looks_local(name: str) -> bool:
-    """Return whether a name can only be a path: a Hub dataset has at most one slash, and never at an end."""
-    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
-
-
 def _missing_path(kind: str, name: str) -> DataError:
     """Return the error for a path that does not exist, with a similar name from the same folder."""
     path = Path(name).expanduser()
-    names_in_folder = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
+    names_in_folder: list[str] = []
+    if path.parent.is_dir():
+        names_in_folder = sorted(entry.name for entry in path.parent.iterdir())
     similar = difflib.get_close_matches(path.name, names_in_folder, n=1)
-    hint = f"; did you mean {path.with_name(similar[0])}" if similar else ""
-    folder = "" if path.is_absolute() else f" (in {Path.cwd()})"
-    return DataError(f"There is no {kind} {name}{folder}: correct the path{hint}.")
+    fact = f"There is no {kind} {name}"
+    if not path.is_absolute():
+        fact += f" (in {Path.cwd()})"
+    advice = "correct the path"
+    if similar:
+        advice += f"; did you mean {path.with_name(similar[0])}"
+    return DataError(f"{fact}: {advice}.")
 
 
 def _check_files(names: Sequence[str]) -> None:
+    """Raise :class:`DataError` for a local file or pattern that is missing, empty or a folder."""
     for name in names:
         path = Path(name).expanduser()
         if _is_remote(name):
@@ -103,14 +106,19 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     if source in loaders and not names and kwargs.get("data_dir") is not None:
         source = _folder_of_loader(source, str(kwargs.pop("data_dir")))
     if source not in loaders:
+        # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
+        are_own_files = any(
+            _is_remote(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names
+        )
+        # A Hub dataset has at most one slash, and never at an end.
+        is_path = source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
         if Path(source).is_dir():
             return source, kwargs
         if suffix_of(source) in LOADERS:
             names = [source]
             kwargs["data_files"] = source
             source = LOADERS[suffix_of(source)]
-        # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
-        elif any(_is_remote(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
+        elif are_own_files:
             _check_files(names)
             loaders_of_names = {LOADERS.get(suffix_of(name)) for name in names}
             if len(loaders_of_names) != 1 or None in loaders_of_names:
@@ -119,7 +127,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
             source = loaders_of_names.pop()
         elif Path(source).is_file():
             raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
-        elif not _is_remote(source) and _looks_local(source):
+        elif is_path and not _is_remote(source):
             raise _missing_path("folder or file", source)
     if source in loaders:
         if not names:
@@ -151,7 +159,9 @@ def _plain(data_files: Any) -> Any:
     """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
     if isinstance(data_files, str | Path):
         name = str(data_files)
-        return name if _is_remote(name) else os.path.expanduser(name)
+        if _is_remote(name):
+            return name
+        return os.path.expanduser(name)
     if isinstance(data_files, Mapping):
         return {str(split): _plain(files) for split, files in data_files.items()}
     return [_plain(name) for name in data_files]
@@ -199,7 +209,9 @@ def local_files(path: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
     format_settings = settings_of(loader, settings)
     if format_settings is None:
         return None
-    splits = files if isinstance(files, Mapping) else {"train": files}
+    splits = {"train": files}
+    if isinstance(files, Mapping):
+        splits = files
     files_of_split = {}
     for split, names in splits.items():
         paths = matching(_downloaded(_files(names)))
@@ -216,9 +228,12 @@ def _downloaded(names: Sequence[str]) -> list[str]:
     paths = []
     try:
         for name in names:
-            if _is_remote(name) and not name.startswith(_OWN_PROTOCOLS):
+            if not _is_remote(name):
+                paths.append(name)
+                continue
+            if not name.startswith(_OWN_PROTOCOLS):
                 RemoteFolder(name, "data_files")  # names the package that a protocol needs
-            paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
+            paths.append(str(datasets.DownloadManager().download(name)))
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the clients of object stores and of the hub share no base class
@@ -294,16 +309,21 @@ def _rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRow
         return FileRows(files[split])
     import datasets
 
-    sizes = {name: len(FileRows(files_of_split)) for name, files_of_split in files.items()}
+    # The package reads what the user wrote, such as "train[:10%]+test", and the rows are numbered through all splits.
+    sizes = {}
+    first_rows = {}
+    files_of_all_splits: list[tuple[str, FileFormat]] = []
+    for name, files_of_split in files.items():
+        first_rows[name] = sum(sizes.values())
+        sizes[name] = len(FileRows(files_of_split))
+        files_of_all_splits += files_of_split
     if split == "all":
         split = "+".join(files)
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError) as error:
         raise DataError(f"Cannot load {source}: {first_line(error)}.") from error
-    first_rows = dict(zip(sizes, [0, *itertools.accumulate(sizes.values())], strict=False))
     numbers = [first_rows[part.splitname] + np.arange(part.from_, part.to) for part in parts]
-    files_of_all_splits = list(itertools.chain.from_iterable(files.values()))
     return FileRows(files_of_all_splits).select(np.concatenate(numbers))
 
 
@@ -346,12 +366,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def _has_nested_fields(rows: Any) -> bool:
-    """Return whether rows are a ``datasets.Dataset`` with a column of mappings."""
-    schema = getattr(getattr(rows, "features", None), "arrow_schema", ())
-    return any("struct<" in str(field.type) for field in schema)
 
 
 class RowSource:
@@ -402,7 +416,9 @@ class RowSource:
             )
         if kwargs.pop("shuffle_buffer", None) is not None:
             raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
-        self.prepared = None if prepared is None else Path(prepared).expanduser()
+        self.prepared: Path | None = None
+        if prepared is not None:
+            self.prepared = Path(prepared).expanduser()
         self._filter = filter_fn
         self._filter_kwargs = filter_kwargs
         self._kwargs = kwargs.copy()
@@ -424,9 +440,14 @@ class RowSource:
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
-        return TableRows(rows) if _has_nested_fields(rows) else rows
+        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())  # of a datasets.Dataset
+        has_mappings = any("struct<" in str(field.type) for field in schema)
+        if has_mappings:
+            return TableRows(rows)
+        return rows
 
     def _loaded(self) -> Any:
+        """Load the rows of a named source, once."""
         if self._rows is None:
             self._rows = self._load()
         return self._rows
@@ -442,7 +463,9 @@ class RowSource:
             fingerprint.add("on_bad_row", "skip")
         if not self._is_in_memory and self._add_local_files(fingerprint):
             return
-        rows = self._rows if self._is_in_memory else self._loaded()
+        rows = self._rows
+        if not self._is_in_memory:
+            rows = self._loaded()
         table_fingerprint = getattr(rows, "_fingerprint", None)
         if isinstance(table_fingerprint, str):  # of a datasets.Dataset; covers content and transforms
             fingerprint.add("data", table_fingerprint)
@@ -452,16 +475,20 @@ class RowSource:
     def _add_local_files(self, fingerprint: Fingerprint) -> bool:
         """Add the content of local files to a fingerprint; return False, and add nothing, for a remote source."""
         path, kwargs = resolve_source(self._source, self._kwargs)
-        is_folder = path not in LOADERS.values()
-        files = path if is_folder else kwargs.pop("data_files", None)
+        if path in LOADERS.values():
+            loader = path
+            files = kwargs.pop("data_files", None)
+        else:  # the fingerprint is that of its files, wherever it stands
+            loader = "folder"
+            files = path
         names = _files(files)
         for name in names:
             if not Path(name).exists() and (_is_remote(name) or not glob.glob(name, recursive=True)):
                 return False
         num_files = None
-        if isinstance(files, Mapping):
+        if isinstance(files, Mapping):  # which of the files belong to which split
             num_files = {split: len(_files(files_of_split)) for split, files_of_split in files.items()}
-        fingerprint.add_files("data", ["folder" if is_folder else path, kwargs, num_files], names)
+        fingerprint.add_files("data", [loader, kwargs, num_files], names)
         return True
 
 
@@ -509,7 +536,10 @@ def _filtered(
         else:
             rows = [row for row in rows if filter_fn(row)]
     if hasattr(rows, "__len__") and len(rows) == 0:
-        raise DataError(f"{'There are no rows' if filter_fn is None else 'filter_fn leaves no rows'} in {source}.")
+        problem = "There are no rows"
+        if filter_fn is not None:
+            problem = "filter_fn leaves no rows"
+        raise DataError(f"{problem} in {source}.")
     return rows
 
 
@@ -523,7 +553,9 @@ def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) 
     kwargs = settings.get("fn_kwargs") or {}
 
     def keep(row: Mapping[str, Any], number: int) -> bool:
-        arguments = [row] if columns is None else [row[name] for name in columns]
+        arguments: list[Any] = [row]
+        if columns is not None:
+            arguments = [row[name] for name in columns]
         if settings.get("with_indices"):
             arguments.append(number)
         return filter_fn(*arguments, **kwargs)
@@ -554,34 +586,36 @@ def load_rows(
         DataError: the source cannot be found, reached or read, has no such split, or has no rows.
     """
     path, kwargs = resolve_source(source, load_dataset_kwargs)
-    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
-    # A name that is neither a file nor a folder is one of the Hub.
-    is_remote = any(map(_is_remote, names)) if names else not Path(path).is_dir()
+    names: list[str] = []
+    is_remote = not Path(path).is_dir()  # a name that is neither a file nor a folder is one of the Hub
+    if path in LOADERS.values():
+        names = _files(kwargs.get("data_files"))
+        is_remote = any(map(_is_remote, names))
     check_preview(source, is_remote=is_remote)
     name = ", ".join(names) or source
     split = kwargs.get("split")
-    streaming = bool(kwargs.get("streaming"))
-    name_with_split = name if split is None else f"{name} (split {split})"
-    files = None if streaming else local_files(path, kwargs)
+    if kwargs.get("streaming"):
+        return _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
+    files = local_files(path, kwargs)
     if files is not None:
         rows = _rows_of_split(files, split, name)
     else:
-        rows = _load_with_package(path, kwargs, source, load_dataset_kwargs)
-        if isinstance(rows, dict):
-            raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
-        if streaming:
-            return rows
+        rows = _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
+    name_with_split = name
+    if split is not None:
+        name_with_split = f"{name} (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, name_with_split))
 
 
 def _load_with_package(
-    path: str, kwargs: Mapping[str, Any], source: str, load_dataset_kwargs: Mapping[str, Any]
+    path: str, kwargs: Mapping[str, Any], name: str, source: str, load_dataset_kwargs: Mapping[str, Any]
 ) -> Any:
     """Load rows with the ``datasets`` package, and explain its errors.
 
     Args:
         path: path for ``datasets.load_dataset``, see :func:`resolve_source`.
         kwargs: its other arguments.
+        name: names of the files, or the source, for messages.
         source: the source as the user named it, for messages.
         load_dataset_kwargs: arguments as the user named them, for messages.
 
@@ -590,17 +624,18 @@ def _load_with_package(
     """
     import datasets
 
-    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
-    name = ", ".join(names) or source
+    is_on_hub = path not in LOADERS.values() and not Path(path).is_dir()
     try:
-        with warnings.catch_warnings(), _reported_once():
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(_reported_once())
             warnings.simplefilter("ignore", ResourceWarning)
+            if is_on_hub:
+                stack.enter_context(without_waiting_for_the_hub())
             if is_saved(path):
-                return _saved_rows(path, kwargs)
-            if names or Path(path).is_dir():
-                return datasets.load_dataset(path, **kwargs)
-            with without_waiting_for_the_hub():
-                return datasets.load_dataset(path, **kwargs)
+                rows = _saved_rows(path, kwargs)
+            else:
+                rows = datasets.load_dataset(path, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         if "gated" in str(error):
             raise DataError(
@@ -613,13 +648,17 @@ def _load_with_package(
         ) from error
     except (ConnectionError, FileNotFoundError) as error:
         files = ", ".join(_files(load_dataset_kwargs.get("data_files")))
-        hint = f", and there is no data file {files} in {Path.cwd()}" if files else ""
+        hint = ""
+        if files:
+            hint = f", and there is no data file {files} in {Path.cwd()}"
         status = _hub_status(error)
         if status is not None:
-            limit = ", because it limits the number of requests" if status == 429 else ""
+            answer = f"status {status}"
+            if status == 429:
+                answer += ", because it limits the number of requests"
             raise DataError(
-                f"Dataset '{source}' cannot be fetched: the hub answers with status {status}{limit}: try again in some "
-                "minutes, set HF_TOKEN, or give a local file with dataset.data_files."
+                f"Dataset '{source}' cannot be fetched: the hub answers with {answer}: try again in some minutes, set "
+                "HF_TOKEN, or give a local file with dataset.data_files."
             ) from error
         if isinstance(error, FileNotFoundError):
             if Path(path).is_dir() and not files:
@@ -648,6 +687,9 @@ def _load_with_package(
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {name} (split {kwargs.get('split')}).") from error
         raise DataError(f"Cannot load {name}: {first_line(error)}.") from error
+    if isinstance(rows, dict):
+        raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
+    return rows
 
 
 def _hub_status(error: BaseException) -> int | None:
@@ -682,7 +724,9 @@ def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
     if split != name:
         slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
         rows = rows.select(range(slices[0].from_, slices[0].to))
-    return rows.to_iterable_dataset() if kwargs.get("streaming") else rows
+    if kwargs.get("streaming"):
+        return rows.to_iterable_dataset()
+    return rows
 
 
 @contextmanager
@@ -718,7 +762,11 @@ def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
     if urllib.request.getproxies():
         return True
     address = urlsplit(endpoint)
-    port = address.port or (80 if address.scheme == "http" else 443)
+    port = address.port
+    if port is None and address.scheme == "http":
+        port = 80
+    elif port is None:
+        port = 443
     answers = threading.Event()
 
     def connect() -> None:

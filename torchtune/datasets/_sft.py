@@ -101,6 +101,7 @@ class SFTTransform(Transform):
         return [self._tokenized({**sample, "messages": messages}, arrays_of) for messages in conversations]
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+        """Return a row of a sample with messages; ``tokenize`` calls the model transform with it."""
         return with_label_weights(sample, lambda sample: self._labeled(sample, tokenize))
 
     def _labeled(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
@@ -127,19 +128,15 @@ class SFTTransform(Transform):
         sample = copy_sample(self.message_transform(row), "message_transform")
         if "messages" in sample:
             sample["messages"] = as_messages(sample["messages"])
-            self._apply_row_weight(row, sample["messages"])
+            warn_of_similar_columns(row, self.weight_column)
+            weight = read_row_weight(row, self.weight_column)
+            for message in sample["messages"]:
+                message.weight *= weight
             if not self.allow_any_order:
                 validate_messages(sample["messages"])
             if not self.allow_empty_answers:
                 check_answers(sample["messages"])
         return sample
-
-    def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Multiply the weights of the turns by that of the row; raise :class:`DataError` for a weight of 0."""
-        warn_of_similar_columns(row, self.weight_column)
-        weight = read_row_weight(row, self.weight_column)
-        for message in messages:
-            message.weight *= weight
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
@@ -182,18 +179,13 @@ def with_label_weights(
     for weight in weights:
         labels = row["labels"]
         if len(weights) > 1:
-            labels = labeled({**sample, "messages": _masked_unless(messages, weight)})["labels"]
+            turns_of_weight = [copy(message) for message in messages]
+            for message in turns_of_weight:
+                message.masked = message.masked or message.weight != weight
+            labels = labeled({**sample, "messages": turns_of_weight})["labels"]
         label_weights[np.asarray(labels) != CROSS_ENTROPY_IGNORE_IDX] = weight
     row["label_weights"] = label_weights
     return row
-
-
-def _masked_unless(messages: Sequence[Message], weight: float) -> list[Message]:
-    """Return copies of the messages, of which those with another weight are masked."""
-    copies = [copy(message) for message in messages]
-    for message in copies:
-        message.masked = message.masked or message.weight != weight
-    return copies
 
 
 class RowsOnReading:
@@ -307,11 +299,16 @@ class SFTDataset(TokenizedDataset):
         side = getattr(model_transform, "truncation_type", "right")
         # Such a transform tokenizes text alone, so that all rows are checked and measured before training.
         takes_images = bool(getattr(model_transform, "takes_images", False))
-        load = row_source.rows
         is_exact = True
+
+        def load() -> Any:
+            rows = row_source.rows()
+            if takes_images:
+                return encoded(rows, message_transform)
+            return rows
+
         if takes_images:
             tokenize = partial(transform.text, decode=row_source.skips)
-            load = partial(_encoded_rows, row_source, message_transform)
             # The fingerprint does not cover which images are broken.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
@@ -349,13 +346,17 @@ class SFTDataset(TokenizedDataset):
     @property
     def num_images(self) -> int | None:
         """Number of images in all rows; ``None`` for text."""
-        return int(self._image_counts.sum()) if self.on_reading else None
+        if not self.on_reading:
+            return None
+        return int(self._image_counts.sum())
 
     @property
     def image_tokens(self) -> np.ndarray | None:
         """Number of image tokens in each row, int64 ``[rows]``; ``None`` if the model has no image tokens."""
         ids = getattr(self._transform.model_transform, "image_tokens", None)
-        return None if self.store is None or ids is None else self.store.count(list(ids))
+        if self.store is None or ids is None:
+            return None
+        return self.store.count(list(ids))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens`` and pre-shifted ``labels`` as lists, and further outputs of the transform.
@@ -388,10 +389,6 @@ class SFTDataset(TokenizedDataset):
         return self._on_reading.images(int(self._numbers[index]))
 
 
-def _encoded_rows(source: RowSource, message_transform: Transform) -> Any:
-    return encoded(source.rows(), message_transform)
-
-
 def _image_counts(notes: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the number of images of each row, int64 ``[rows]``, of the notes of :func:`check_images`."""
     return np.array([count for count, _ in notes], np.int64)
@@ -405,7 +402,9 @@ def sft_dataset(
     Raises:
         DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
     """
-    length = pack_length(tokenizer) if packed else None
+    length = None
+    if packed:  # fails before the rows are read
+        length = pack_length(tokenizer)
     if settings.get("streaming"):
         if getattr(tokenizer, "reasoning", None) == "split":
             raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
@@ -420,7 +419,9 @@ def sft_dataset(
             **settings,
         )
     dataset = SFTDataset(source=source, message_transform=message_transform, model_transform=tokenizer, **settings)
-    return dataset if length is None else PackedDataset(dataset, max_seq_len=length)
+    if length is None:
+        return dataset
+    return PackedDataset(dataset, max_seq_len=length)
 
 
 class ConversationToMessages(Transform):
@@ -455,7 +456,9 @@ class ConversationToMessages(Transform):
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats of rows that are read, see :func:`formats_of`."""
-        return tuple(KINDS.values()) if self.conversation_style is None else (KINDS[self.conversation_style],)
+        if self.conversation_style is None:
+            return tuple(KINDS.values())
+        return (KINDS[self.conversation_style],)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
@@ -470,11 +473,10 @@ class ConversationToMessages(Transform):
         """Return the column and the format of the row's conversation."""
         if self.conversation_column is not None and self.conversation_style is not None:
             return self.conversation_column, self.conversation_style
+        columns = sample
         if self.conversation_column is not None:
-            name = self.conversation_column
-            readings = conversations_of({name: column(sample, name)})
-        else:
-            readings = conversations_of(sample)
+            columns = {self.conversation_column: column(sample, self.conversation_column)}
+        readings = conversations_of(columns)
         if self.conversation_style is not None:
             readings = [reading for reading in readings if reading[1] == self.conversation_style]
         if len(readings) > 1:

@@ -51,7 +51,9 @@ class Row(NamedTuple):
     @property
     def location(self) -> str:
         """Origin as text, for messages."""
-        unit = "line" if "line" in self.origin else "row"
+        unit = "row"
+        if "line" in self.origin:
+            unit = "line"
         return f"{self.origin['source']}, {unit} {self.origin[unit]:,}"
 
 
@@ -100,7 +102,9 @@ class FileReader:
         number, offset, lines_before = position or (0, 0, 0)
         rows: list[Row] = []
         while number < self.files and len(rows) < count:
-            file = number if order is None else order[number]
+            file = number
+            if order is not None:
+                file = order[number]
             path = self.paths[file]
             try:
                 size = os.path.getsize(path)
@@ -120,7 +124,9 @@ class FileReader:
                 number += 1
                 offset = 0
                 lines_before = 0
-        return rows, [number, offset, lines_before] if number < self.files else None
+        if number == self.files:
+            return rows, None
+        return rows, [number, offset, lines_before]
 
     def _rows(self, file: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
         """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
@@ -129,11 +135,15 @@ class FileReader:
         if offset == 0:
             offset, lines_before = format.start
         is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
-        # A plain file that grows is read up to its first size. The end of an unpacked file is not known before.
-        end = self._sizes[file] if is_plain else None
+        end: int | None = None  # the end of an unpacked file is not known before
+        if is_plain:  # a file that grows is read up to its first size
+            end = self._sizes[file]
         rows: list[Row] = []
         with unpacking(Path(path)):
-            opened = self._open_at(path, format, offset)
+            if self._opened is not None and self._opened[:2] == (path, offset):
+                _, _, opened = self._opened  # where the last window ended
+            else:
+                opened = format.open(path, offset)
             is_at_end = end is not None and offset >= end
             records = format.divide(opened)
             while len(rows) < count and not is_at_end:
@@ -151,12 +161,9 @@ class FileReader:
             self._opened = None
         else:
             self._opened = (path, offset, opened)
-        return rows, None if is_at_end else offset, lines_before
-
-    def _open_at(self, path: str, format: FileFormat, offset: int) -> IO[bytes]:
-        if self._opened is not None and self._opened[:2] == (path, offset):
-            return self._opened[2]
-        return format.open(path, offset)
+        if is_at_end:
+            return rows, None, lines_before
+        return rows, offset, lines_before
 
 
 class HubReader:
@@ -197,8 +204,9 @@ class HubReader:
                 f"{self._source} cannot be read on after {rows_before:,} rows ({first_line(error)}): resume the run "
                 "when it can."
             ) from error
-        # The iterator goes on if the next call has the next position.
-        self._open = None if next_position is None else (next_position, iterator)
+        self._open = None
+        if next_position is not None:  # the iterator goes on if the next call has this position
+            self._open = (next_position, iterator)
         rows = []
         for number, content in enumerate(contents, rows_before + 1):
             rows.append(Row(content, {"source": self._source, "row": number}))
@@ -230,8 +238,14 @@ class ArrowReader(FileReader):
         if self._reader_path != path:
             self._reader = HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path)
             self._reader_path = path
-        rows, next_position = self._reader.window([offset, lines_before] if offset else None, count, None)
-        return rows, None if next_position is None else next_position[0], lines_before + len(rows)
+        position = None  # the beginning
+        if offset:
+            position = [offset, lines_before]
+        rows, next_position = self._reader.window(position, count, None)
+        next_offset = None
+        if next_position is not None:
+            next_offset, _ = next_position
+        return rows, next_offset, lines_before + len(rows)
 
 
 def _plain(state: Any) -> Any:
@@ -428,6 +442,7 @@ class StreamedDataset(ExampleDataset):
                 )
 
     def _begin(self, start: _Start, seed: int, shuffle: bool) -> None:
+        """Move to the start of a window, and forget the windows and requests of another position."""
         self._seed = seed
         self._shuffle = shuffle
         self._starts = [start]  # of all windows read so far, and of the next one
@@ -440,7 +455,9 @@ class StreamedDataset(ExampleDataset):
 
     def _worker(self) -> Worker | None:
         """Return this process's worker; None in a forked copy."""
-        return self._ahead if self._ahead is not None and self._ahead.is_here else None
+        if self._ahead is None or not self._ahead.is_here:
+            return None
+        return self._ahead
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the start of the window that contains an example already read or next, as plain data."""
@@ -465,7 +482,10 @@ class StreamedDataset(ExampleDataset):
         if worker is not None:
             worker.drain()
         if self._is_lazy:
-            row, answer = self._requested.pop(index, None) or self._request(index)
+            request = self._requested.pop(index, None)
+            if request is None:  # no worker was asked for it in advance
+                request = self._request(index)
+            row, answer = request
             tokens = answer()
             self._leave_out([(row, reason) for _, reason in tokens.bad])
             self._report_omitted([row], tokens.omitted)
@@ -482,7 +502,9 @@ class StreamedDataset(ExampleDataset):
         item = window.item_at(position)
         if self._is_lazy:
             return [window.rows[item].origin]
-        token_rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
+        token_rows = [item]
+        if window.packs:
+            token_rows = [row for row, _, _ in window.packs[item]]
         return [window.rows[window.numbers[row]].origin for row in token_rows]
 
     def _request(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
@@ -522,6 +544,7 @@ class StreamedDataset(ExampleDataset):
         return _TokenRows(batch, [numbers[index] for index in facts["numbers"]], sorted(bad), omitted)
 
     def _number(self, index: int) -> int:
+        """Return the position in the list of starts of the window that has an example, or that comes next."""
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
         if number < 0:
             raise IndexError(f"example {index} comes before the position {self._starts[0].example}")
@@ -558,6 +581,7 @@ class StreamedDataset(ExampleDataset):
         self._request_window()
 
     def _request_window(self) -> None:
+        """Read the next window and request its tokens from the worker, if there is one and it was not done yet."""
         if self._worker() is not None and not self._is_lazy and self._next is None:
             with suppress(DataError):  # raised again when the window is needed
                 self._next = self._read(self._starts[-1])
@@ -583,9 +607,11 @@ class StreamedDataset(ExampleDataset):
         if not self._skips:
             raise DataError(f"{problem}; correct it, or leave such rows out with on_bad_row=skip.")
         path = list_left_out([(row.origin, reason) for row, reason in bad])
-        listed = f"; all such rows are listed in {path}" if path else ""
-        if num_left_out() <= 10:
-            log_once(get_logger(), f"{problem}: it is left out{listed}.", logging.WARNING)
+        message = f"{problem}: it is left out"
+        if path:
+            message += f"; all such rows are listed in {path}"
+        if num_left_out() <= 10:  # the list has all of them
+            log_once(get_logger(), f"{message}.", logging.WARNING)
 
     def _report_omitted(self, rows: Sequence[Row], omitted: Mapping[str, int]) -> None:
         """Log a warning for each kind of text that the chat template leaves out of a row, once per kind."""
@@ -628,6 +654,7 @@ class StreamedDataset(ExampleDataset):
             del self._windows[min(self._windows)]
 
     def _pack(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
+        """Return the packs of a window, whose token rows have ``lengths``, int64 ``[rows]``."""
         if self._splits:
             return split_evenly(lengths, self._capacity, self._longest)
         if len(lengths) and lengths.max() > self._capacity:

@@ -427,10 +427,8 @@ def test_pairs_in_sharegpt_format():
     }
     columns = {"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}
     pair = ChosenRejectedToMessages(column_map=columns)(row)
-    assert [[turn.text_content for turn in pair[side]] for side in ("chosen", "rejected")] == [
-        ["Is it warm?", "Yes."],
-        ["Is it warm?", "No."],
-    ]
+    assert [turn.text_content for turn in pair["chosen"]] == ["Is it warm?", "Yes."]
+    assert [turn.text_content for turn in pair["rejected"]] == ["Is it warm?", "No."]
 
 
 def test_both_answers_of_a_pair_are_to_one_prompt():

@@ -125,9 +125,11 @@ def test_the_smallest_batch_is_known_before_it_comes():
 def test_a_rank_without_examples_gets_one_without_labels():
     data = [{"tokens": [i, i], "labels": [i, -100]} for i in range(5)]
     settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": False, "seed": 0, "world_size": 2}
-    last = [list(BatchLoader(data, rank=rank, **settings))[-1] for rank in range(2)]
-    labels = [[batch["labels"].tolist() for batch in step] for step in last]
-    assert labels == [[[[4, -100]]], [[[-100, -100]]]]
+    labels = []
+    for rank in range(2):
+        *_, (last_batch,) = BatchLoader(data, rank=rank, **settings)
+        labels.append(last_batch["labels"].tolist())
+    assert labels == [[[4, -100]], [[-100, -100]]]
     packs = [[data[0], data[1]]] * 3
     (batch,) = list(BatchLoader(packs, rank=1, **{**settings, "batch_size": 1}))[-1]
     assert (batch["labels"] == -100).all()

@@ -183,7 +183,10 @@ def test_numbers_of_a_table_are_trained_and_rewarded_as_texts(tokenizer, tmp_pat
     path = tmp_path / "sums.csv"
     path.write_text("input,output\n1+1,2\n2+2,04\n")
     data = instruct_dataset(tokenizer, source=str(path))
-    answers = [tokenizer.decode([label for label in row["labels"] if label != -100]).strip() for row in data]
+    answers = []
+    for row in data:
+        labels = [label for label in row["labels"] if label != -100]
+        answers.append(tokenizer.decode(labels).strip())
     assert answers == ["2", "04"]
     path.write_text("prompt,answer\n1+1,2\n3 / 2,1.50\n")
     rows = [item["row"] for item in prompt_dataset(tokenizer, source=str(path))]

@@ -1,5 +1,7 @@
 """Weights of turns, rows and parts: from the file to the batch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -145,7 +147,8 @@ def test_pieces_of_a_split_row_keep_their_weights(tokenizer):
     rows = [{"messages": [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION, ANSWER]}]
     packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=8, split_across_pack=True)
     row = dataset_of(tokenizer, *rows)[0]
-    weights = torch.cat([document["label_weights"] for pack in packs for document in pack])
+    documents = itertools.chain.from_iterable(packs)
+    weights = torch.cat([document["label_weights"] for document in documents])
     assert weights.tolist() == row["label_weights"]
 
 
@@ -299,7 +302,8 @@ def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
     settings = {"conversation_column": "messages", "conversation_style": "openai", "streaming": True}
     stream = chat_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"), packed=packed, **settings)
     stream.begin(0, shuffle=False)
-    batch = collate_documents([stream[index] for index in range(1 if packed else 3)])
+    num_examples = 1 if packed else 3
+    batch = collate_documents([stream[index] for index in range(num_examples)])
     assert batch.num_terms == pytest.approx(batch.num_labels * 1.5)
 
 

@@ -79,7 +79,8 @@ def steps(loader, count):
     steps_seen = []
     for batches in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), count):
         state = json.loads(json.dumps(loader.state_dict()))
-        steps_seen.append(([ids(example) for batch in batches for example in batch], loader.rows(), state))
+        examples = itertools.chain.from_iterable(batches)
+        steps_seen.append((list(map(ids, examples)), loader.rows(), state))
     return steps_seen
 
 

@@ -4,6 +4,7 @@ Every text of a turn has a word that stands nowhere else, so that it shows whose
 the templates as they were published.
 """
 
+import itertools
 import re
 from importlib.util import find_spec
 from itertools import count
@@ -27,9 +28,10 @@ KINDS = [
     "U A", "U R", "S U A", "S U R", "U A U A", "U R U R", "U R U A", "U A U R", "S U A U A U A", "U C T C T A",
     "U RC T RC T R", "U RC T C T A U A", "U RC T A U RC T R", "U CC T CC T A U C T A", "U A U RC T A",
     "U RXC T RXC T R U R", "U RC T U A", "U RCC T RC",
-    *(f"U {call}{then}" for call in CALLS for then in ("", " T A", " T R", " T A U A", " T R U R")),
-    *(f"S U {call}{then}" for call in CALLS for then in ("", " T A")),
 ]  # fmt: skip
+for _call in CALLS:
+    KINDS += [f"U {_call}", f"U {_call} T A", f"U {_call} T R", f"U {_call} T A U A", f"U {_call} T R U R"]
+    KINDS += [f"S U {_call}", f"S U {_call} T A"]
 SPECIAL = {
     "gemma4": "<bos> <eos> <|turn> <turn|> <|think|> <|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|> "
     '<|tool_response> <tool_response|> <|"|>',
@@ -120,8 +122,8 @@ def test_exactly_the_model_output_is_trained_on(family, tmp_path):
             text = tokenizer.render_template(messages_of(turns))
         except DataError:  # the template takes no such conversation
             continue
-        calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", [])]
-        if not all(name in text for name in calls):
+        calls = itertools.chain.from_iterable(turn.get("tool_calls", []) for turn in turns)
+        if not all(call["function"]["name"] in text for call in calls):
             with pytest.raises(DataError, match=r"writes \d of the \d tool_calls of turn|has no tool calls, but turn"):
                 trained_parts(tokenizer, turns)
             continue
