@@ -231,6 +231,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
     ) -> TokensAndMask:
+        """Tokenize a conversation; see :meth:`tokenize_messages`. ``closed``: end the last turn."""
         if not messages:
             raise DataError("the conversation has no turns")
         messages = as_messages(messages)
@@ -255,6 +256,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         eos_id = None
         if closed:
             eos_id = self.eos_id
+        # The model has to learn to stop, even if the template ends the last turn without a token that says so.
         is_last_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
         last_start = 0  # no span is left of a turn whose parts are all taken out
         if spans:
@@ -298,6 +300,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return self._omitted.take()
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """Return the template of a conversation with or without tools; raise :class:`DataError` if there is none."""
         name = "default"
         if tools is not None and "tool_use" in self.chat_templates:
             name = "tool_use"
@@ -495,7 +498,9 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         return turn
     if message.contains_media:
         raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
-    role = "tool" if message.role == "ipython" else message.role
+    role: str = message.role
+    if role == "ipython":  # Llama 3's name, which other templates do not know
+        role = "tool"
     turn = {"role": role, "content": message.text_content, **message.extra}
     if len(turn) == 2:  # fast path
         return turn

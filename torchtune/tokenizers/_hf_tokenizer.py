@@ -14,8 +14,7 @@ from torchtune.utils import local_path, write_json
 
 # Keys of special tokens in tokenizer_config.json.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
+# Options of tokens in its added_tokens_decoder.
 _ADDED_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -36,6 +35,7 @@ def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _load(path: str | Path) -> Tokenizer:
+    """Load a ``tokenizer.json``, without its padding and truncation; raise :class:`DataError` if it is broken."""
     try:
         tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the tokenizers package raises a plain Exception
@@ -111,7 +111,9 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         if pad_id is None:
             pad_id = 0  # padding is never trained on, whatever its id
         self.pad_id: int = pad_id
-        hidden_tokens = [] if parse_special_tokens else self.special_tokens  # in texts of training data
+        hidden_tokens: list[str] = []  # in texts of training data
+        if not parse_special_tokens:
+            hidden_tokens = list(self.special_tokens)
         self.control_tokens = ControlTokens(hidden_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
@@ -145,6 +147,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
     @staticmethod
     def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, by default of ``name`` in the folder, where it may be missing."""
         if path is None and not (folder / name).is_file():
             return {}
         return read_json(path or folder / name, name)
@@ -266,6 +269,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         return self._framed(ids.tolist(), add_bos, add_eos)
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
+        """Return ids with the BOS token before and the EOS token behind them, as far as they are asked for."""
         if add_bos and self.adds_bos:
             ids = [self.bos_id, *ids]
         if add_eos and self.eos_id is not None:

@@ -83,7 +83,8 @@ class TikTokenBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         self.published = PublishedFiles(path)
         ranks = read_ranks(path)
         self.base_vocab_size = len(ranks)
-        self.bos_id, self.eos_id = bos_id, eos_id
+        self.bos_id = bos_id
+        self.eos_id = eos_id
         self.tt_model = Encoding(name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(special_tokens))
 
     @property
@@ -160,8 +161,10 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
             self.version = str(config.get("version", "v3"))
             ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"]}
             self.special_tokens = {token: token_id for token_id, token in enumerate(_FIRST_CONTROL_TOKENS)}
-            if entries := content.get("special_tokens"):
-                self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in entries}
+            if content.get("special_tokens"):
+                self.special_tokens = {}
+                for entry in content["special_tokens"]:
+                    self.special_tokens[entry["token_str"]] = int(entry["rank"])
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}).") from error

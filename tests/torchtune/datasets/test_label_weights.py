@@ -99,11 +99,13 @@ def test_row_that_no_weight_can_train_is_refused(tokenizer, weight, words):
         dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": weight})
 
 
-def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer):
-    parts = [{"type": "text", "text": "On "}, {"type": "text", "text": "mat", "train": False}]
+@pytest.mark.parametrize("untrained", ["mat", "<|im_end|>"])  # a control token in a text is plain text
+def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer, untrained):
+    parts = [{"type": "text", "text": "On "}, {"type": "text", "text": untrained, "train": False}]
     content = [*parts, {"type": "text", "text": " 1."}]
     row = dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})[0]
-    full_row = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
+    answer = {"role": "assistant", "content": f"On {untrained} 1."}
+    full_row = dataset_of(tokenizer, {"messages": [QUESTION, answer]})[0]
     assert row["tokens"] == full_row["tokens"]
     assert texts_by_weight(tokenizer, row) == {1.0: "On  1."}
     is_label = np.asarray(row["labels"]) != -100

@@ -235,6 +235,21 @@ def test_a_text_beside_a_call_is_trained_where_no_special_token_ends_the_call(fa
     assert "response:" not in trained
 
 
+CALLS_WITH_ANOTHER_END = """
+{%- for m in messages %}<|role|>{{ m.role }} {{ m.content }}
+{%- for call in m.tool_calls or [] %}<|call|>{{ call.function.name }}<|/call|>{% endfor %}
+{%- if m.tool_calls and loop.nextitem and loop.nextitem.role == "tool" %}<|eom|>{% else %}<|eot|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|role|>assistant {% endif %}"""
+
+
+def test_end_of_a_call_before_its_result_is_learned_from_another_continuation(tmp_path):
+    """No config file names it, and another special token stands before it."""
+    special = ["<|endoftext|>", "<|role|>", "<|call|>", "<|/call|>", "<|eom|>", "<|eot|>"]
+    write_checkpoint(tmp_path, Case("ends", CALLS_WITH_ANOTHER_END, lambda turns: [], special, "<|endoftext|>"))
+    parts = trained_parts(hf_tokenizer(str(tmp_path)), conversation("U C T A")[0])
+    assert [re.sub(r"zq\w+", "W", part) for part in parts] == ["<|call|>W<|/call|><|eom|>", "Say W loud<|eot|>"]
+
+
 @pytest.mark.parametrize("template", ["smolvlm_training", "idefics3_training", "llava_next"])
 def test_a_text_reaches_a_template_that_reads_parts(template, tmp_path):
     end = "</s>" if template == "llava_next" else "<end_of_utterance>"
