@@ -26,6 +26,7 @@ _SIDE_PREFIXES = ("chosen_", "rejected_")
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
+    """Return token ids or labels, a list, an array or a tensor, as int64 ``[s]``."""
     return torch.as_tensor(value, dtype=torch.int64)
 
 
@@ -126,7 +127,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     if joined_images is not None:
         out.inputs["encoder_input"] = {"images": joined_images}
     sources = [document.get("source") for document in documents]
-    if not all(isinstance(source, SourceNumber) for source in sources):
+    if not all(isinstance(source, SourceNumber) for source in sources):  # not of a mixture
         return out
     source_of_token = torch.from_numpy(np.repeat(np.array(sources, np.int64), boundaries.lengths))
     return replace(out, per_token={**per_token, "source": source_of_token[None]}, sources=sources[0].names)
@@ -195,6 +196,7 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
             numbers["weight"] = float(numbers.get("weight", 1.0))
             if not 0 <= numbers["weight"] < math.inf:
                 raise DataError(f"An example has weight {numbers['weight']}: a weight is a number of at least 0.")
+    # A number that some examples lack has no value for the others, so that it is left out.
     common_names = set.intersection(*(set(numbers) for _, numbers in answers))
     per_document = {}
     for name in sorted(common_names):
@@ -212,8 +214,12 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     num_terms: float = 0
     # The answers are longer than the counts if they are pairs: the chosen answers are first.
     for count, (_, numbers) in zip(label_counts, answers, strict=False):
-        if count > 0:
-            num_terms += numbers["weight"] if is_weighted else 1
+        if count == 0:  # the filler of a rank without data
+            continue
+        if is_weighted:
+            num_terms += numbers["weight"]
+        else:
+            num_terms += 1
     return replace(out, per_document=per_document, terms=num_terms)
 
 
@@ -315,6 +321,7 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
         if example_counts[index]:
             labels[:-1] = tokens[1:]
         rows.append({"tokens": tokens, "labels": labels})
+        # By their digests, ranks find equal documents of each other, which are no negatives.
         token_bytes = np.asarray(tokens, np.int64).tobytes()
         digests.append(int.from_bytes(blake2b(token_bytes, digest_size=8).digest(), "little", signed=True))
     per_document = {
@@ -398,7 +405,9 @@ def _pad(rows: Sequence[torch.Tensor], value: int, *, multiple: int = 1, left: b
     padded = []
     for row in rows:
         num_padding = length - len(row)
-        padding = (num_padding, 0) if left else (0, num_padding)
+        padding = (0, num_padding)
+        if left:
+            padding = (num_padding, 0)
         padded.append(F.pad(row, padding, value=value))
     return torch.stack(padded)  # [b, s]
 
@@ -565,7 +574,7 @@ def padded_collate_dpo(
 
 def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return unshifted labels ``[s]``: ``labels[i]`` is the token at position i."""
-    if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():
+    if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():  # of a dataset of earlier releases
         return labels
     if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
         raise DataError("The last label of an answer is that of a token which is not in the row: set it to -100.")
@@ -573,6 +582,7 @@ def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _concatenate(pack: Sequence[Document], name: str) -> torch.Tensor:
+    """Return the tokens or labels of all documents of a pack, int64 ``[s]``."""
     return torch.cat([_as_int_tensor(document[name]) for document in pack])
 
 
@@ -712,6 +722,7 @@ def padded_collate_tiled_images_and_mask(
 
 
 def _check_tiled_example(example: Mapping[str, Any], with_labels: bool) -> None:
+    """Raise :class:`DataError` unless an example has images with an aspect ratio and a mask each."""
     if with_labels:
         documents_of(example)
     inputs = example.get("encoder_input")

@@ -121,6 +121,7 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
 
 
 def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]) -> list[Any] | None:
+    """Return the tools in a column; None if there are none, or if the column is one of ``columns``."""
     if name in columns or row.get(name) is None:
         return None
     try:
@@ -194,4 +195,5 @@ def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) ->
 
 
 def _turn_data(message: Message) -> tuple[Any, ...]:
+    """Return what a model reads of a turn; whether it is trained on is not part of it."""
     return message.role, message.content, message.extra

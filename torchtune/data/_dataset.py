@@ -185,6 +185,7 @@ class WrappedDataset(ExampleDataset):
     @property
     def is_packed(self) -> bool:
         """See :class:`ExampleDataset`."""
+        # Packed datasets of earlier releases have an attribute `packs`.
         return getattr(self.dataset, "is_packed", hasattr(self.dataset, "packs"))
 
     @property
