@@ -446,16 +446,20 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
     converted: list[Message] = []
+    previous: Message | None = None  # the turn before, if it was converted
     for turn in messages:
         message = as_message(turn)
-        is_new = message is not turn  # a message states ipython and eot itself
-        if is_new and message.role in _TOOL_ROLES:
+        is_converted = message is not turn  # a message states ipython and eot itself
+        if is_converted and message.role in _TOOL_ROLES:
             message.eot = False
             # The assistant's turn before a tool's answer is its call.
-            if converted and converted[-1].role == "assistant" and converted[-1] is not messages[len(converted) - 1]:
-                converted[-1].ipython = True
-                converted[-1].eot = False
+            if previous is not None and previous.role == "assistant":
+                previous.ipython = True
+                previous.eot = False
         converted.append(message)
+        previous = None
+        if is_converted:
+            previous = message
     return converted
 
 

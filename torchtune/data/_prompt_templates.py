@@ -170,7 +170,8 @@ class PairTemplate:
         if max_seq_len is None or len(tokens) <= max_seq_len:
             return tokens
         # The score is read at the end of the template, which stays where it is tokens of its own.
-        end = self._encode(tokenizer, _PLACEHOLDER.split(self.text)[-1], {}, is_end=True)
+        *_, text_behind = _PLACEHOLDER.split(self.text)
+        end = self._encode(tokenizer, text_behind, {}, is_end=True)
         if not end or tokens[-len(end) :] != end or len(end) >= max_seq_len:
             return tokens[:max_seq_len]
         return tokens[: max_seq_len - len(end)] + end
@@ -221,7 +222,8 @@ def _literal(text: str) -> str:
     """Return Jinja that renders to a text."""
     if not text:
         return ""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = escaped.replace("\n", "\\n").replace("\r", "\\r")  # Jinja changes line ends
     return f"{{{{ '{escaped}' }}}}"
 
 

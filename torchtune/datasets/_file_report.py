@@ -311,11 +311,11 @@ _ROW_NAMES = {"id", "_id", "idx", "index", "row", "row_id", "uid", "uuid", "unna
 def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
     """Return a hash of the columns that training reads; rows with equal hashes are duplicates."""
     if row_format.builder in _READ:
-        columns_of_settings = dict(row_format.settings).values()
-        names = {*columns_of_settings, *_READ[row_format.builder]} & row.keys()
+        names_in_settings = {column for _, column in row_format.settings}
+        names = names_in_settings | _READ[row_format.builder]
     else:  # rewards may read any column of a prompt
         names = {name for name in row if name.lower() not in _ROW_NAMES}
-    columns = {name: row[name] for name in names}
+    columns = {name: value for name, value in row.items() if name in names}
     return hash(json.dumps(columns, sort_keys=True, default=str))
 
 

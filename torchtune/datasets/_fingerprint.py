@@ -42,9 +42,11 @@ class Fingerprint:
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._known: dict[int, tuple[Any, str]] = {}  # keeps the objects alive, so that their ids stay unique
         self.parts: dict[str, str] = {}
-        self.is_exact = self.is_shared = True
-        for name, value in (values or {}).items():
-            self.add(name, value)
+        self.is_exact = True
+        self.is_shared = True
+        if values is not None:
+            for name, value in values.items():
+                self.add(name, value)
 
     @classmethod
     def from_made_of(cls, made_of: Mapping[str, str]) -> "Fingerprint":
@@ -65,7 +67,10 @@ class Fingerprint:
 
     def text_of(self, name: str) -> str:
         """Return the SHA-256 of the parts of the value that was added under a name."""
-        parts = {key: part for key, part in self.parts.items() if key.partition(".")[0] == name}
+        parts = {}
+        for key, part in self.parts.items():
+            if key == name or key.startswith(f"{name}."):  # an attribute of the value
+                parts[key] = part
         return _digest(json.dumps(parts))
 
     def add(self, name: str, value: Any) -> None:
@@ -178,7 +183,8 @@ class Fingerprint:
             try:
                 digest.update(json.dumps(row).encode())
             except (TypeError, ValueError, RecursionError):
-                self.is_exact = self.is_shared = False
+                self.is_exact = False
+                self.is_shared = False
                 return
         self.parts[name] = digest.hexdigest()
 

@@ -147,7 +147,8 @@ class CheckedDataset(WrappedDataset):
                 f"dataset: {self.name} has no label in its first {num_searched:,} examples: labels[i] is the token to "
                 f"predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is."
             )
-        check_shifted(torch.cat(tokens), torch.cat(labels), [len(row) for row in tokens], self.name)
+        lengths = [len(row) for row in tokens]
+        check_shifted(torch.cat(tokens), torch.cat(labels), lengths, self.name)
 
     def _check(self, document: Any) -> None:
         """Raise :class:`DataError` with the reason if a document cannot be trained on."""

@@ -261,11 +261,15 @@ class MixedStream(ExampleDataset):
         self.names = tuple(map(str, datasets))
         self._datasets = [as_example_dataset(dataset) for dataset in datasets.values()]
         self.is_packed = _are_packed(self._datasets)
-        shares = mixture_weights(self.names, [1] * len(self._datasets), weights, temperature)
-        # Integers, so that the number of examples before an index is exact.
-        self._shares = np.cumsum([0, *(max(1, round(share * 2**30)) for share in shares)]).tolist()
-        self._length = max(256, math.ceil(2 / min(shares)))  # examples per block
+        sizes = [1] * len(self._datasets)  # only for weights by size, which a stream cannot have
+        shares = mixture_weights(self.names, sizes, weights, temperature)
         self.mixture = ", ".join(f"{name} {share:.6g}" for name, share in zip(self.names, shares, strict=True))
+        # Integers, so that the number of examples before an index is exact.
+        self._shares = [0]
+        for share in shares:
+            self._shares.append(self._shares[-1] + max(1, round(share * 2**30)))
+        # Even the smallest dataset has two examples in a block of indices.
+        self._length = max(256, math.ceil(2 / min(shares)))
         self._set_order(0, shuffle=False)
 
     @property
@@ -320,8 +324,9 @@ class MixedStream(ExampleDataset):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """See :meth:`StreamedDataset.read_ahead`."""
-        rows_of: dict[int, list[int]] = {}
-        for number, row in map(self._locate, indices):
+        rows_of: dict[int, list[int]] = {}  # number of a dataset -> indices in it
+        for index in indices:
+            number, row = self._locate(index)
             rows_of.setdefault(number, []).append(row)
         for number, rows in rows_of.items():
             self._datasets[number].read_ahead(rows)

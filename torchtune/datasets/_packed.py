@@ -180,7 +180,8 @@ class Packs:
     def __getitem__(self, index: int) -> list[Piece]:
         """Return the pieces of a pack."""
         index = range(len(self))[index]
-        return [tuple(piece) for piece in self._pieces[self._ends[index] : self._ends[index + 1]].tolist()]
+        pieces = self._pieces[self._ends[index] : self._ends[index + 1]]
+        return [tuple(piece) for piece in pieces.tolist()]
 
     @property
     def longest_piece(self) -> int:
@@ -357,10 +358,12 @@ class PackedDataset(ExampleDataset):
 
     def __getitem__(self, idx: int) -> Pack:
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
-        if self.ds.on_reading:
-            documents = [self.ds[row] for row, _, _ in self.packs[idx]]
-        else:
-            documents = [document_of(self.ds.token_row(row), start, end) for row, start, end in self.packs[idx]]
+        documents = []
+        for row, start, end in self.packs[idx]:
+            if self.ds.on_reading:  # a row with images, which is never split
+                documents.append(self.ds[row])
+            else:
+                documents.append(document_of(self.ds.token_row(row), start, end))
         return Pack(documents, self.max_seq_len, self.padding_idx)
 
     def origins(self, idx: int) -> list[dict[str, Any]]:

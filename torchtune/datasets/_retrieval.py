@@ -211,7 +211,10 @@ class EmbeddingDataset(TokenizedDataset):
         return self[index]
 
     def _text_lengths(self) -> np.ndarray:
-        longest = [max(map(len, _texts(self.store, index))) for index in range(len(self))]
+        longest = []
+        for index in range(len(self)):
+            texts = _texts(self.store, index)
+            longest.append(max(map(len, texts)))
         return np.array(longest, np.int64)
 
 

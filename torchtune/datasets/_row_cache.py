@@ -268,10 +268,17 @@ def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if not fingerprint.is_shared or run_id is None or _local_processes() == 1:
         return None
-    attempt = [run_id, os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("MASTER_PORT")]
     text = fingerprint.text
     _num_datasets[text] += 1
-    parts = [*attempt, socket.gethostname(), os.getppid(), text, _num_datasets[text]]
+    parts = [
+        run_id,
+        os.environ.get("TORCHELASTIC_RESTART_COUNT"),
+        os.environ.get("MASTER_PORT"),
+        socket.gethostname(),
+        os.getppid(),  # torchrun's process
+        text,
+        _num_datasets[text],
+    ]
     return "run-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

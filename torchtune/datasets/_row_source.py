@@ -111,7 +111,8 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
             _is_remote(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names
         )
         # A Hub dataset has at most one slash, and never at an end.
-        is_path = source.startswith(("/", ".", "~")) or source.endswith("/") or source.count("/") > 1 or "\\" in source
+        has_slash_at_end = source.startswith("/") or source.endswith("/")
+        is_path = has_slash_at_end or source.count("/") > 1 or source.startswith((".", "~")) or "\\" in source
         if Path(source).is_dir():
             return source, kwargs
         if suffix_of(source) in LOADERS:
@@ -143,8 +144,10 @@ def _folder_of_loader(loader: str, data_dir: str) -> str:
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
         raise _missing_path("folder", data_dir)
-    counts = Counter(LOADERS.get(suffix_of(path.name)) for path in folder.rglob("*") if path.is_file())
-    del counts[None]  # files that are not data
+    counts: Counter[str] = Counter()
+    for path in folder.rglob("*"):
+        if path.is_file() and suffix_of(path.name) in LOADERS:
+            counts[LOADERS[suffix_of(path.name)]] += 1
     most_frequent = [name for name, count in counts.items() if count == max(counts.values())]
     if most_frequent != [loader]:
         files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items())) or "none that are read"
@@ -255,7 +258,10 @@ def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[
         return folder, None, {}
     import datasets
 
-    selection = {name: kwargs[name] for name in ("name", "data_files", "data_dir") if kwargs.get(name) is not None}
+    selection = {}
+    for name in ("name", "data_files", "data_dir"):
+        if kwargs.get(name) is not None:
+            selection[name] = kwargs[name]
     try:
         builder = datasets.load_dataset_builder(folder, **selection)
     except (ValueError, OSError, TypeError, datasets.exceptions.DatasetNotFoundError):
@@ -272,7 +278,10 @@ def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[
         value = getattr(builder.config, name, None)
         if value not in (None, ","):
             settings[name] = value
-    return loader, {str(split): list(map(str, names)) for split, names in files.items()}, settings
+    files_of_split = {}
+    for split, names in files.items():
+        files_of_split[str(split)] = list(map(str, names))
+    return loader, files_of_split, settings
 
 
 def _warn_of_unread_files(folder: str, names: Sequence[str]) -> None:
@@ -483,7 +492,9 @@ class RowSource:
             files = path
         names = _files(files)
         for name in names:
-            if not Path(name).exists() and (_is_remote(name) or not glob.glob(name, recursive=True)):
+            if Path(name).exists():
+                continue
+            if _is_remote(name) or not glob.glob(name, recursive=True):
                 return False
         num_files = None
         if isinstance(files, Mapping):  # which of the files belong to which split

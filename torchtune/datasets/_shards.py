@@ -165,7 +165,10 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
             )
         with preparing(output):
             cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
-        totals = {name: sum(entry[name] for entry in records.values()) for name in ("rows", "left_out", "tokens")}
+        totals = {"rows": 0, "left_out": 0, "tokens": 0}
+        for shard_record in records.values():
+            for name in totals:
+                totals[name] += shard_record[name]
         joined.append({"name": record["name"], "shards": len(shards), **totals})
     return joined
 

@@ -29,7 +29,8 @@ class TextTransform:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
         warn_of_row_weight(row, "a dataset of plain texts")
-        tokens = self._encode(text=text_column(row, self._column), add_bos=True, add_eos=self._add_eos)
+        text = text_column(row, self._column)
+        tokens = self._encode(text=text, add_bos=True, add_eos=self._add_eos)
         if self.limit is not None:
             tokens = truncate(tokens, self.limit)
         return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}

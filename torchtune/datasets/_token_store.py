@@ -129,15 +129,22 @@ def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """
     offsets = offsets.astype(np.int64)
     lengths = np.diff(offsets)
+    longest = int(lengths.max(initial=0))
     # SplitMix64 of the position, modulo 2**64 as all that follows.
-    factors = np.arange(1, int(lengths.max(initial=0)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    factors = (factors ^ (factors >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    factors = (factors ^ (factors >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    positions = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
-    # A token counts as one more, so that the number of zeros at the end matters.
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * factors[positions]
+    factors = np.arange(1, longest + 1, dtype=np.uint64)
+    factors *= np.uint64(0x9E3779B97F4A7C15)
+    factors ^= factors >> np.uint64(30)
+    factors *= np.uint64(0xBF58476D1CE4E5B9)
+    factors ^= factors >> np.uint64(27)
+    factors *= np.uint64(0x94D049BB133111EB)
+    row_starts = np.repeat(offsets[:-1], lengths)  # of each token
+    positions = np.arange(len(tokens)) - row_starts
+    terms = tokens.astype(np.uint64)
+    terms += np.uint64(1)  # so that the number of zeros at the end matters
+    terms *= factors[positions]
     # The sum of a row is the difference of the cumulative sums at its ends, also where these have wrapped around.
-    cumulative = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
+    cumulative = np.zeros(len(terms) + 1, dtype=np.uint64)
+    np.cumsum(terms, out=cumulative[1:])
     return cumulative[offsets[1:]] - cumulative[offsets[:-1]]
 
 
@@ -212,9 +219,10 @@ class PreparedRows:
             for batch, facts in read_batches(path):
                 self._batches.append(batch)
                 self.sums.append([facts["rows"], facts["crc"]])
-                self.bad += [(row, reason) for row, reason in facts["bad"]]
+                self.bad += map(tuple, facts["bad"])  # JSON has lists
                 self.notes += facts["notes"]
-                self.omitted.update({kind: len(rows) for kind, rows in facts["omitted"].items()})
+                for kind, rows in facts["omitted"].items():
+                    self.omitted[kind] += len(rows)
                 numbers += facts["numbers"]
         self.numbers = np.array(numbers, np.int64)
         self.total = sum(rows for rows, _ in self.sums)

@@ -181,7 +181,10 @@ class Tokenize:
                 facts["omitted"].setdefault(kind, []).append(index)
             for sample, token_row in zip(samples, token_rows, strict=True):
                 facts["numbers"].append(index)
-                facts["notes"] += [text["note"] for text in sample.values() if "note" in text]
+                for text in sample.values():
+                    if "note" in text:
+                        facts["notes"].append(text["note"])
+                # The columns stand in the order of the arrays of a token row.
                 for column, values in zip(columns.values(), token_row, strict=True):
                     column.append(values)
         sign_of_life()
@@ -191,8 +194,10 @@ class Tokenize:
         """Return tokens, labels and label weights of each store ``[s]``; raise :class:`DataError` for invalid ones."""
         token_row: list[np.ndarray] = []
         for name in self.names:
-            tokens, labels = check_row(sample[name]["tokens"], sample[name]["labels"])
-            token_row += [tokens, labels, check_label_weights(sample[name].get("label_weights"), labels)]
+            text = sample[name]
+            tokens, labels = check_row(text["tokens"], text["labels"])
+            label_weights = check_label_weights(text.get("label_weights"), labels)
+            token_row += [tokens, labels, label_weights]
         if self.longest is not None and any(len(values) > self.longest for values in token_row):
             raise DataError(too_long(self.longest))
         return token_row
@@ -449,6 +454,7 @@ class TokenizedDataset(ExampleDataset):
         if not is_long.any():
             return
         reason = too_long(longest, is_prompt=self._are_prompts)
+        # A row of the source may be several samples: those that fit are kept.
         long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
         if not self._row_source.skips:
             bad = BadRows(self.source, self._row_source.rows(), skips=False, way_out=self._way_out)

@@ -579,9 +579,9 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     except DataError:  # the template does not accept a system turn
         order = ""
         texts = []
-    if order == "suau" and texts[2:] == [answer, after, end]:
+    if order == "suau" and texts[2:] == [answer, after, end]:  # before the first turn
         start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
-    elif order == "uasu" and [texts[0], texts[1], texts[2], texts[4]] == [before, answer, after, end]:
+    elif order == "uasu" and texts[:3] == [before, answer, after] and texts[4] == end:  # inside the last question
         system_in_question = "{{ if and $.System (eq $i $end) }}{{ $.System }}" + texts[3] + "{{ end }}"
     elif order:
         raise DataError(f"{_NOT_EXPRESSIBLE}: the system turn changes others.")

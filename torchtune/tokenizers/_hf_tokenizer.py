@@ -27,11 +27,16 @@ def _content(token: Any) -> str | None:
 
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named special tokens of a ``tokenizer_config.json``, for example ``{"bos_token": "<s>"}``."""
-    named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+    tokens = {name: config.get(name) for name in NAMED_TOKENS}
     extra = config.get("extra_special_tokens")
-    if isinstance(extra, Mapping):
-        named |= {name: _content(token) for name, token in extra.items()}
-    return {name: token for name, token in named.items() if token}
+    if isinstance(extra, Mapping):  # a list has no names
+        tokens |= extra
+    named = {}
+    for name, token in tokens.items():
+        text = _content(token)
+        if text:
+            named[name] = text
+    return named
 
 
 def _load(path: str | Path) -> Tokenizer:

@@ -208,9 +208,12 @@ def _control_ids(base: Any, names: Sequence[str]) -> dict[str, int]:
     """Return the ids of the control tokens that a file has, by name."""
     if isinstance(base, TekkenTokenizer):
         return {name: base.special_tokens[name] for name in names if name in base.special_tokens}
-    model = base.spm_model
-    ids = {name: model.piece_to_id(name) for name in names}
-    return {name: token_id for name, token_id in ids.items() if model.is_control(token_id)}
+    ids = {}
+    for name in names:
+        token_id = base.spm_model.piece_to_id(name)
+        if base.spm_model.is_control(token_id):  # otherwise the unknown token, or a piece of text
+            ids[name] = token_id
+    return ids
 
 
 def _is_about_tools(message: Message) -> bool:

@@ -37,8 +37,10 @@ def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
     indices = []
     for i, turn in enumerate(turns[:last_user]):
+        if turn["role"] != "assistant":
+            continue
         has_field = any(turn.get(name) for name in REASONING_FIELDS)
-        if turn["role"] == "assistant" and (has_field or _REASONING_END in str(turn.get("content"))):
+        if has_field or _REASONING_END in str(turn.get("content")):
             indices.append(i)
     return indices
 

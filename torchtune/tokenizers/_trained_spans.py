@@ -561,9 +561,12 @@ class TurnFinder:
         """Find the start of a turn after a turn without text, by rendering with a text inserted there."""
         turns = [*self._turns]
         turns[index - 1] = {**turns[index - 1], "content": marked_text("x", 0)}
+        # Behind the inserted text, the conversation has to go on as without it.
         tail = self._tail(self._rendered(turns, False), 0)
+        if tail is None or not self.text.endswith(tail):
+            return None
         prompt = self._tail(self._rendered(turns[:index], True), 0)
-        if tail is None or prompt is None or not tail.startswith(prompt) or not self.text.endswith(tail):
+        if prompt is None or not tail.startswith(prompt):
             return None
         return len(self.text) - len(tail) + len(prompt)
 
