@@ -113,10 +113,8 @@ class SFTTransform(Transform):
             sample = tokenize(self.model_transform, sample)
         sample = copy_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
-            raise DataError(
-                f"the model transform gives {', '.join(map(str, sample)) or 'nothing'}, but 'tokens' and 'mask' are "
-                "needed"
-            )
+            outputs = ", ".join(map(str, sample)) or "nothing"
+            raise DataError(f"the model transform gives {outputs}, but 'tokens' and 'mask' are needed")
         sample["labels"] = shifted_labels(sample["tokens"], sample.pop("mask"))
         return sample
 
@@ -223,9 +221,15 @@ class RowsOnReading:
         """
         skips = self._source.skips
         bad = BadRows(self._source.name, self._rows, skips=skips, way_out="on_bad_row=skip")
-        notes = check_rows(self._rows, lambda row: check_images(self._transform.messages(row), skips), bad)
-        numbers = np.delete(np.arange(len(self._rows)), [row for row, _ in bad.reasons])
-        report_left_out(bad.reasons, self._source.name, len(self._rows), len(numbers))
+
+        def check(row: Mapping[str, Any]) -> list[int]:
+            return check_images(self._transform.messages(row), decode=skips)
+
+        notes = check_rows(self._rows, check, bad)
+        num_rows = len(self._rows)
+        bad_rows = [row for row, _ in bad.reasons]
+        numbers = np.delete(np.arange(num_rows), bad_rows)
+        report_left_out(bad.reasons, self._source.name, num_rows, len(numbers))
         return numbers, _image_counts(notes)
 
 
@@ -408,9 +412,13 @@ def sft_dataset(
     if settings.get("streaming"):
         if getattr(tokenizer, "reasoning", None) == "split":
             raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
-        checks = {name: settings.pop(name) for name in ("allow_any_order", "allow_empty_answers") if name in settings}
+        # Settings of the transform, not of the source.
+        transform_settings = {}
+        for name in ("allow_any_order", "allow_empty_answers", "weight_column"):
+            if name in settings:
+                transform_settings[name] = settings.pop(name)
         return StreamedDataset(
-            SFTTransform(message_transform, tokenizer, **checks).as_arrays,
+            SFTTransform(message_transform, tokenizer, **transform_settings).as_arrays,
             source,
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),

@@ -80,10 +80,11 @@ class FileReader:
         """Return a digest that changes with the number, sizes, beginnings or ends of the files, and their formats."""
         digest = hashlib.sha256()
         for path, size, format in zip(self.paths, self._sizes, self._formats, strict=True):
-            if type(format) is not JsonLines:
+            if type(format) is not JsonLines:  # fingerprints of earlier releases knew no other formats
                 digest.update(repr(format).encode())
             with open(path, "rb") as file:
-                digest.update(f"{size} ".encode() + file.read(_EDGE))
+                digest.update(f"{size} ".encode())
+                digest.update(file.read(_EDGE))
                 file.seek(-min(size, _EDGE), os.SEEK_END)
                 digest.update(file.read(_EDGE))
         return digest.hexdigest()[:16]
@@ -359,6 +360,8 @@ class StreamedDataset(ExampleDataset):
         shuffle_buffer: number of rows per window.
         on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` and list such rows.
         prepared: must be None.
+        drop_duplicates: must be False.
+        filter_kwargs: must be None.
         streaming: ignored; builders pass it.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
@@ -397,6 +400,8 @@ class StreamedDataset(ExampleDataset):
         shuffle_buffer: int = 10_000,
         on_bad_row: Literal["stop", "skip"] = "stop",
         prepared: str | None = None,
+        drop_duplicates: bool = False,
+        filter_kwargs: Mapping[str, Any] | None = None,
         streaming: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
@@ -406,6 +411,10 @@ class StreamedDataset(ExampleDataset):
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
+        if drop_duplicates:
+            raise DataError("drop_duplicates compares all rows, which a stream does not keep: leave one of both out.")
+        if filter_kwargs is not None:
+            raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
         self._tokenize = Tokenize(LabeledSamples(transform, limit, side), ["rows"], tokenizer)
         self._longest: int | None = None  # tokens of a row that the model reads
@@ -589,9 +598,11 @@ class StreamedDataset(ExampleDataset):
     def _read(self, start: _Start) -> _Window:
         """Read the rows of a window, and request their tokens unless they are tokenized one by one."""
         order = None
-        if self._shuffle and self._reader.files > 1:
-            order = make_random_state(self._seed, start.passes).permutation(self._reader.files).tolist()
-        window = _Window(start, *self._reader.window(start.position, self._window_size, order))
+        if self._shuffle and self._reader.files > 1:  # another order of the files in each pass
+            random = make_random_state(self._seed, start.passes)
+            order = random.permutation(self._reader.files).tolist()
+        rows, after = self._reader.window(start.position, self._window_size, order)
+        window = _Window(start, rows, after)
         if not self._is_lazy:
             for first in range(0, len(window.rows), ROWS):
                 words = (self._seed, start.window, first)
@@ -628,7 +639,8 @@ class StreamedDataset(ExampleDataset):
     def _complete(self, window: _Window) -> None:
         """Collect the tokens of a window, pack and shuffle them, and keep the window."""
         batches = []
-        for first, request in zip(range(0, len(window.rows), ROWS), window.requests, strict=False):
+        for part, request in enumerate(window.requests):  # none if rows are tokenized one by one
+            first = part * ROWS
             tokens = request()
             rows = window.rows[first : first + ROWS]
             self._leave_out([(rows[number], reason) for number, reason in tokens.bad])

@@ -298,10 +298,12 @@ def test_shipped_builder_passes_the_weight_column_on(tokenizer):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
-    rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.5, 1, 3)]
+@pytest.mark.parametrize("column", ["weight", "value"])
+def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed, column):
+    rows = [{"messages": [QUESTION, ANSWER], column: weight} for weight in (0.5, 1, 3)]
     write_lines(tmp_path / "rows.jsonl", rows)
     settings = {"conversation_column": "messages", "conversation_style": "openai", "streaming": True}
+    settings["weight_column"] = column
     stream = chat_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"), packed=packed, **settings)
     stream.begin(0, shuffle=False)
     num_examples = 1 if packed else 3

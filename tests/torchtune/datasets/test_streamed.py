@@ -261,6 +261,8 @@ def test_settings_that_streams_rule_out_are_refused(tmp_path, tokenizer):
         ({"split": "train[:5%]"}, "name a whole split"),
         ({"prepared": "/tmp"}, "leave streaming out"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1"),
+        ({"drop_duplicates": True}, "drop_duplicates compares all rows"),
+        ({"filter_kwargs": {"with_indices": True}}, "filter_kwargs is not possible for a stream"),
     ):
         with pytest.raises(DataError, match=words):
             mixed_dataset(tokenizer, datasets={"a": {**node, **change}}, weights={"a": 1})
