@@ -144,7 +144,7 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
         prompts[f"column '{name}'"] = value
     if not prompts:
         return None
-    name, prompt = next(iter(prompts.items()))
+    name, prompt = next(iter(prompts.items()))  # that of a column
     has_system_turn = bool(messages) and messages[0].role == "system"
     if has_system_turn:
         prompts = {"the system turn": messages[0].text_content, **prompts}

@@ -34,8 +34,8 @@ class SharedPrefixes:
         for start, length in zip(starts, lengths, strict=False):
             positions.append(torch.arange(start, start + length))
         keys = []
-        whole = []
-        prefix_of_whole = []
+        document_indices = []  # of those that are not prefixes
+        prefix_of_document = []
         prefix_indices = set(prefixes)
         for document, prefix in enumerate(prefixes):
             document_keys = positions[document]
@@ -43,11 +43,11 @@ class SharedPrefixes:
                 document_keys = torch.cat([positions[prefix], document_keys])
             keys.append(document_keys)
             if document not in prefix_indices:
-                whole.append(document)
-                prefix_of_whole.append(prefix)
+                document_indices.append(document)
+                prefix_of_document.append(prefix)
         num_keys = list(map(len, keys))
         cu_keys = torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32)
-        return cls(torch.cat(keys), cu_keys, torch.tensor(whole), torch.tensor(prefix_of_whole))
+        return cls(torch.cat(keys), cu_keys, torch.tensor(document_indices), torch.tensor(prefix_of_document))
 
     def sums(self, values: Tensor) -> Tensor:
         """Add the sum of each prefix to the documents that continue it: ``[documents]`` to ``[n]``."""

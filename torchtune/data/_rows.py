@@ -133,6 +133,7 @@ def truncate_row(
         raise UserError(f"max_seq_len must be at least 1, not {max_seq_len}.")
     tokens = truncate(tokens, max_seq_len, truncation_type=truncation_type)
     mask = truncate(mask, max_seq_len, truncation_type=truncation_type)
+    # A row that is cut on the left still has its own end.
     if truncation_type == "right" and eos_id is not None and tokens[-1] not in stop_ids:
         tokens[-1] = eos_id
         mask[-1] = True

@@ -251,6 +251,7 @@ class ChosenRejectedToMessages(Transform):
     ) -> None:
         defaults = {"chosen": "chosen", "rejected": "rejected"}
         column_map = dict(column_map or {})
+        # Apart from the answers: a row need not have it, and both answers share it.
         self._prompt = column_map.pop("prompt", "prompt")
         self.column_map = check_column_map(column_map or None, defaults, ("chosen", "rejected"))
         self.new_system_prompt = new_system_prompt
@@ -296,7 +297,7 @@ def turns_with_answer(
     if not answer or role_of(answer[0]) != "assistant":
         return with_images(answer, images)
     question = column(sample, prompt)
-    if prompt == "instruction":
+    if prompt == "instruction":  # the row is perhaps in Alpaca format, with a part of the question elsewhere
         for alpaca_column in ("input", "history"):
             if sample.get(alpaca_column):
                 raise DataError(

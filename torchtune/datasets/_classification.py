@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, kind_of, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_formats import LABELED_TEXTS
+from torchtune.datasets._row_formats import KINDS, LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
@@ -304,7 +304,7 @@ class ClassificationDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=(LABELED_TEXTS, "OpenAI messages", "ShareGPT"),
+            formats=(LABELED_TEXTS, *KINDS.values()),
         )
         self.values: list[LabelValue] = list(rows.notes)
         super().__init__(row_source, rows, limit=transform.limit)

@@ -189,7 +189,9 @@ class MixedDataset(ConcatDataset):
         self._counts = mixture_counts(self.sizes, self._weights, self._stop)
         weights = [f"{name} {weight:.6g}" for name, weight in zip(self.names, self._weights, strict=True)]
         self.mixture = f"{', '.join(weights)}, stop={self._stop}"
-        unit = "packs" if self.is_packed else "examples"
+        unit = "examples"
+        if self.is_packed:
+            unit = "packs"
         lines = [f"An epoch of the mixture has {self.examples_per_epoch:,} {unit} (stop={self._stop}):"]
         for name, size, weight, count in zip(self.names, self.sizes, self._weights, self._counts, strict=True):
             line = f"  {name}: {count:,} of {size:,}, {weight:.1%}"

@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_column_map, column
 from torchtune.datasets._packed import PackedDataset, pack_length
+from torchtune.datasets._row_formats import TOKEN_IDS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import (
@@ -21,7 +22,6 @@ from torchtune.tokenizers import BaseTokenizer
 
 # Columns of masks over the tokens of a row, 1 where a token is trained on, as TRL names them.
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
-FORMAT = "token ids"
 
 
 class TokenIdsTransform:
@@ -136,7 +136,7 @@ class PretokenizedDataset(TokenizedDataset):
                 "columns": transform.column_map,
                 "limit": transform.limit,
             },
-            formats=(FORMAT,),
+            formats=(TOKEN_IDS,),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut, are_only_tokens=True)
 

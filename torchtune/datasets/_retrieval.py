@@ -187,7 +187,7 @@ class EmbeddingDataset(TokenizedDataset):
         """Log how texts end, if the tokenizer's files say so, and warn if they end differently."""
         published = end_of_text(tokenizer, None)
         if end == published:
-            if end:
+            if end:  # most tokenizers end texts with nothing, which needs no message
                 text = tokenizer.decode(end, skip_special_tokens=False)
                 log_rank_zero(get_logger(), f"Texts end with {text}, as the tokenizer's files say.")
             return
@@ -323,6 +323,7 @@ class PairTransform:
         """
         warn_of_row_weight(row, "a dataset for rerankers")
         query = _read_text(row, self.column_map["query"])
+        # Without either column, the message names the one of a pair.
         if self.column_map["document"] in row or self.column_map["positive"] not in row:
             document = _read_text(row, self.column_map["document"])
             return [self._sample(query, document, self._label(row), query)]
@@ -487,7 +488,7 @@ class RerankingDataset(TokenizedDataset):
 
     def _keep(self, rows: np.ndarray) -> None:
         """Keep some pairs, int64 ``[kept]``; see the base class."""
-        example_of = {}
+        example_of = {}  # pair -> its example
         for example, pairs in enumerate(self._examples):
             example_of.update(dict.fromkeys(pairs, example))
         super()._keep(rows)

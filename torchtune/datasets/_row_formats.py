@@ -28,9 +28,19 @@ _LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 # Pairs of columns that hold a question and its answer.
 _QUESTION_COLUMNS = (("input", "output"), ("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
+# Kinds of rows, as a report and messages call them.
+TOKEN_IDS = "token ids"
 RETRIEVAL = "queries with passages (embedding)"
 RERANKING = "queries with labeled documents (reranking)"
 LABELED_TEXTS = "labeled texts (classification)"
+LABELED_ANSWERS = "labeled answers (KTO)"
+PREFERENCE_PAIRS = "preference pairs"
+ALPACA = "Alpaca"
+INSTRUCTIONS = "instructions"
+CONVERSATIONAL_PROMPTS = "conversational prompts with completions"
+QUESTIONS_ABOUT_IMAGES = "questions about images"
+PROMPTS_WITH_ANSWERS = "prompts with answers"
+RAW_TEXT = "raw text"
 
 # Names of settings of a dataset builder, and their values: mostly columns.
 Settings = tuple[tuple[str, str], ...]
@@ -139,7 +149,7 @@ def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
     for question, answer in _QUESTION_COLUMNS:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
             settings = column_map(input=question, output=answer)
-            readings.append(RowFormat("instructions", "instruct_dataset", settings))
+            readings.append(RowFormat(INSTRUCTIONS, "instruct_dataset", settings))
     return readings
 
 
@@ -147,7 +157,7 @@ def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
     """Return the format of token ids, in the column that tokenizers of ``transformers`` write."""
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
-        return RowFormat("token ids", "pretokenized_dataset")
+        return RowFormat(TOKEN_IDS, "pretokenized_dataset")
     return None
 
 
@@ -189,7 +199,7 @@ def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> Row
         settings = column_map(chosen="preferred_output", rejected="non_preferred_output", prompt="input")
     else:
         return None
-    return RowFormat("preference pairs", "preference_dataset", settings)
+    return RowFormat(PREFERENCE_PAIRS, "preference_dataset", settings)
 
 
 def _is_alpaca(row: Mapping[str, Any]) -> bool:
@@ -200,7 +210,7 @@ def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFor
     """Return the format of an answer that is labeled good or bad."""
     settings: Settings = ()
     if "completion" in row and read_label(row.get("label")) is not None:
-        return RowFormat("labeled answers (KTO)", "kto_dataset")
+        return RowFormat(LABELED_ANSWERS, "kto_dataset")
     if read_label(row.get("kto_tag")) is None:
         return None
     # LLaMA-Factory's format.
@@ -211,13 +221,13 @@ def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFor
         settings = (("masking_strategy", "train_on_last"), *columns)
     else:
         return None
-    return RowFormat("labeled answers (KTO)", "kto_dataset", settings)
+    return RowFormat(LABELED_ANSWERS, "kto_dataset", settings)
 
 
 def _alpaca_format(row: Mapping[str, Any]) -> RowFormat | None:
     if not _is_alpaca(row):
         return None
-    return RowFormat("Alpaca", "alpaca_dataset")
+    return RowFormat(ALPACA, "alpaca_dataset")
 
 
 def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
@@ -233,7 +243,7 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
     for question, answer in (("prompt", "completion"), ("input", "output")):
         if question in row and answer in row and (question in styles or answer in styles):
             settings = column_map(input=question, output=answer)
-            return RowFormat("conversational prompts with completions", "instruct_dataset", settings)
+            return RowFormat(CONVERSATIONAL_PROMPTS, "instruct_dataset", settings)
     is_prompt = "prompt" in styles and (len(row) > 1 or not _ends_with_answer(row["prompt"]))
     if not styles or is_prompt:
         return None
@@ -279,12 +289,12 @@ def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
         if not isinstance(row.get(question), str) or not isinstance(row.get(answer), str):
             continue
         if question == "question" and "####" in row[answer]:  # GSM8K's format
-            return RowFormat("prompts with answers", "prompt_dataset", (("column", question),))
+            return RowFormat(PROMPTS_WITH_ANSWERS, "prompt_dataset", (("column", question),))
         image = _image_column(row)
         if image is not None:
             settings = column_map(input=question, output=answer, image=image)
-            return RowFormat("questions about images", "multimodal.vqa_dataset", settings)
-        return RowFormat("instructions", "instruct_dataset", column_map(input=question, output=answer))
+            return RowFormat(QUESTIONS_ABOUT_IMAGES, "multimodal.vqa_dataset", settings)
+        return RowFormat(INSTRUCTIONS, "instruct_dataset", column_map(input=question, output=answer))
     return None
 
 
@@ -297,7 +307,7 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
     if "prompt" in row:
         kind = "prompts"
         if len(row) > 1:  # rewards read the other columns
-            kind = "prompts with answers"
+            kind = PROMPTS_WITH_ANSWERS
         return RowFormat(kind, "prompt_dataset")
     if isinstance(row.get("text"), str) and is_class_label(row.get("label")):
         return RowFormat(LABELED_TEXTS, "classification_dataset")
@@ -305,9 +315,9 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
     if not texts:
         return None
     if "text" in row:
-        return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
+        return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
     if len(row) == 1:
-        return RowFormat("raw text", "text_completion_dataset", (("column", texts[0]),))
+        return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", texts[0]),))
     return None
 
 
@@ -327,16 +337,16 @@ def formats_of(transform: Any) -> tuple[str, ...]:
     if isinstance(transform, InputOutputToMessages):
         # Columns of any name may be mapped.
         return (
-            "instructions",
+            INSTRUCTIONS,
             LABELED_TEXTS,
-            "questions about images",
-            "prompts with answers",
-            "conversational prompts with completions",
+            QUESTIONS_ABOUT_IMAGES,
+            PROMPTS_WITH_ANSWERS,
+            CONVERSATIONAL_PROMPTS,
         )
     if isinstance(transform, AlpacaToMessages):
-        return ("Alpaca",)
+        return (ALPACA,)
     if isinstance(transform, ChosenRejectedToMessages):
-        return ("preference pairs",)
+        return (PREFERENCE_PAIRS,)
     return tuple(getattr(transform, "formats", ()))
 
 

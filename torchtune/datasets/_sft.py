@@ -142,7 +142,7 @@ class SFTTransform(Transform):
         Image files are opened, and decoded if ``decode``. Raises :class:`DataError`.
         """
         sample = self.messages(sample)
-        images = check_images(sample, decode)
+        images = check_images(sample, decode)  # before the text, so that a broken image is the reason that is given
         if "messages" not in sample:
             raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
         options = tool_options(self.model_transform, sample.get("tools"))
@@ -328,11 +328,12 @@ class SFTDataset(TokenizedDataset):
             is_exact=is_exact,
         )
         self._on_reading: RowsOnReading | None = None
+        # Rows with the same text may have different images.
         super().__init__(row_source, rows, limit=limit, are_only_tokens=not takes_images and rows is not None)
         self._transform = transform
         if takes_images or rows is None:
             self._on_reading = RowsOnReading(row_source, transform)
-        if rows is None:
+        if rows is None:  # of a transform that returns more than tokens, nothing is known without reading all rows
             self._numbers, self._image_counts = self._on_reading.check_images()
         else:
             self._image_counts = _image_counts(rows.notes)
@@ -652,7 +653,8 @@ def alpaca_dataset(
     transform = AlpacaToMessages(
         train_on_input=train_on_input, column_map=column_map, masking_strategy=masking_strategy
     )
-    if isinstance(source, str) and source in _PUBLISHED_ALPACA and load_dataset_kwargs.get("data_files") is None:
+    is_published = isinstance(source, str) and source in _PUBLISHED_ALPACA
+    if is_published and load_dataset_kwargs.get("data_files") is None:
         load_dataset_kwargs.setdefault("allow_empty_answers", True)
     return sft_dataset(
         tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs

@@ -193,7 +193,7 @@ class _Joining:
         Raises:
             DataError: a shard is damaged.
         """
-        copied_before = len(writer.before.sums)
+        copied_before = len(writer.before.sums)  # batches
         for shard, record in self._records.items():
             sums = []
             for batch, facts in self._batches(shard, record):
@@ -204,6 +204,7 @@ class _Joining:
                     copied_before -= 1
                     continue
                 writer.write(batch, facts)
+            # Only known now: a check in advance would read all shards twice.
             if fingerprint_of(sums) != record["checksum"]:
                 raise _damaged(self._output, self._manifest, shard, "its checksum is another")
         return True
@@ -230,6 +231,7 @@ def _shards_in(output: Path) -> list[Shard]:
         raise DataError(f"There are no shards in {output}: {advice}")
     if len(folders_of_count) > 1:
         counts = " and ".join(str(count) for count in sorted(folders_of_count))
+        # The division with the fewest folders is most likely the one that was given up.
         smallest = min(folders_of_count, key=lambda count: (folders_of_count[count], -count))
         raise DataError(
             f"The rows in {folder} were prepared twice, as {counts} shards: remove those of one division, for example "
@@ -253,6 +255,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
             manifests[shard] = read_json(path, DataError)
         except DataError:
             unreadable.append(shard)
+    # Any of them has the command that prepares the others.
     some_manifest: Mapping[str, Any] = next(iter(manifests.values()), {})
     if unreadable:
         raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
@@ -280,7 +283,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
 
 def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> None:
     """Raise :class:`DataError` for a shard that was made with other settings than most of the shards."""
-    fingerprints = {}
+    fingerprints = {}  # of all datasets of a shard
     for shard, manifest in manifests.items():
         fingerprints[shard] = tuple(record["fingerprint"] for record in manifest["datasets"])
     ((most_frequent, _),) = Counter(fingerprints.values()).most_common(1)

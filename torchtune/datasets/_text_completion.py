@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_formats import LABELED_TEXTS
+from torchtune.datasets._row_formats import LABELED_TEXTS, RAW_TEXT
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
@@ -84,7 +84,7 @@ class TextCompletionDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=("raw text", LABELED_TEXTS),
+            formats=(RAW_TEXT, LABELED_TEXTS),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut, are_only_tokens=True)
 

@@ -404,7 +404,7 @@ class TokenizedDataset(ExampleDataset):
         self._way_out = way_out
         self._are_prompts = are_prompts
         self._are_divided = are_divided
-        if rows is None:  # rows are transformed when they are read, and nothing is known of them before
+        if rows is None:  # rows are transformed when they are read: the subclass finds out their numbers
             return
         self.stores = {name: rows.store(name) for name in names}
         self._numbers = rows.numbers
@@ -448,7 +448,7 @@ class TokenizedDataset(ExampleDataset):
 
     def limit_rows(self, longest: int) -> None:
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`; the cached rows do not depend on the model."""
-        if self._are_divided or not self.stores:
+        if self._are_divided or not self.stores:  # packs cut rows, and rows without a store are checked when read
             return
         is_long = self._text_lengths() > longest
         if not is_long.any():

@@ -150,6 +150,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 list(self.special_tokens),
                 [text_of_id[token_id] for token_id in configured_ids if token_id in text_of_id],
             )
+        # Generation ends at all of them; within a conversation, a turn may also end with other tokens (`stops`).
         learned_ids = [self.special_tokens[stop] for stop in generation_stops]
         self.stop_tokens = list(dict.fromkeys([*learned_ids, *configured_ids]))
         stops += [text_of_id[token_id] for token_id in self.stop_tokens if token_id in text_of_id]
@@ -283,7 +284,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         messages = as_messages(messages)
         if not earlier_reasoning([self._turn(message) for message in messages]):
             return []
-        rows: dict[str, Any] = {}
+        rows: dict[str, Any] = {}  # policy -> tokens and masks
         for policy in get_args(ReasoningPolicy):
             tokenizer = copy(self)
             tokenizer.reasoning = policy
@@ -326,6 +327,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             turns = turns[:-1]
         template = self._template(tools)
         text, _ = template.render(turns, add_generation_prompt=True, tools=tools)
+        # To find what the template omits takes another rendering, which most prompts do not need.
         if not all(_is_plainly_written(turn, text) for turn in turns):
             finder = self._finder(template, text, turns, tools)
             self._omitted.add(finder.omitted(_omissible(template, turns)))
@@ -364,6 +366,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: the template does not write the turn's text once and unchanged.
         """
+        # As if the other turns were masked: the spans are those of this turn.
         is_other_turn = [i != index for i in range(len(messages))]
         text, turn_spans = self._finished_text(turns, is_other_turn, tools)
         first = turn_spans[0][0]
@@ -415,6 +418,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """
         assistant_turns = [i for i, turn in enumerate(finder.messages) if turn["role"] == "assistant"]
         generated_by_turn: dict[int, Span] = {}
+        # With another number of blocks, it is not known which block is whose: the turns are looked for.
         if marks_generation and len(generated) == len(assistant_turns):
             generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
         spans: list[Span] = []
@@ -529,6 +533,7 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
         if not is_text:
             chosen = read_text(chosen, "chat template")
         return {"default": chosen}
+    # From the oldest place to the newest, each of which replaces those before.
     sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
     template_json = folder / "chat_template.json"
     if template_json.is_file():
@@ -566,6 +571,7 @@ def _published_templates(file: Path, content: Any) -> dict[str, str]:
 
 def _replace_template(folder: Path, source: str) -> None:
     """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
+    # A template that stayed in another place would be read instead of this one.
     additional = folder / "additional_chat_templates"
     candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]
     template_files = [path for path in candidates if path.is_file()]

@@ -104,6 +104,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self._loaded_size = self.tokenizer.get_vocab_size()
         self.described_tokens: dict[str, list[int]] = {}
         self.new_tokens = self._add_tokens(add_tokens)
+        # Added tokens that are not special, such as <think>, are parsed in every text.
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
@@ -164,6 +165,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             entry = entries[token_id]
             if self.tokenizer.token_to_id(entry["content"]) is not None:
                 continue
+            # `add_tokens` gives the next id, whatever the file says.
             if int(token_id) != self.tokenizer.get_vocab_size():
                 raise DataError(
                     f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "

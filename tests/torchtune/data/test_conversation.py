@@ -346,9 +346,7 @@ def test_unsupported_training_flags_are_refused():
         with pytest.raises(DataError, match=words):
             openai(QUESTION, {**ANSWER, **flag})
     asks = {**QUESTION, "train": True}
-    with pytest.raises(
-        DataError, match="turn 0 of 'user' says that it is trained on, but masking_strategy=train_on_ass"
-    ):
+    with pytest.raises(DataError, match=r"turn 0 of 'user' .* but masking_strategy=train_on_ass"):
         openai(asks, ANSWER)
     trained = OpenAIToMessages(masking_strategy="train_on_all")({"messages": [asks, ANSWER]})["messages"]
     assert [turn.masked for turn in trained] == [False, False]

@@ -128,9 +128,7 @@ def test_pairs_with_different_prompts_are_refused(with_tools):
     asked = {"role": "user", "content": "Is it cold?"}
     answer, second_answer = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
     row = {"chosen": [QUESTION, answer], "rejected": [asked, second_answer]}
-    with pytest.raises(
-        DataError, match="row 0: chosen and rejected have different prompts: they first differ in turn 0"
-    ):
+    with pytest.raises(DataError, match=r"row 0: .* different prompts: they first differ in turn 0"):
         preference_dataset(with_tools, source=[row])
 
 

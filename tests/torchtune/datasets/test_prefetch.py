@@ -149,7 +149,7 @@ def test_killed_prefetch_process_is_reported(tmp_path, monkeypatch):
     steps(loader, 20)
     state = loader.state_dict()
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"tokenizes .*0\.jsonl.* was killed, most likely because memory ran out: free"):
+    with pytest.raises(DataError, match=r"tokenizes .*0\.jsonl.* was killed, .* memory ran out"):
         steps(loader, 40)
     resumed = streams.loader(True)
     resumed.load_state_dict(state)
