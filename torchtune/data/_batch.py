@@ -473,7 +473,9 @@ class Batch(MutableMapping[str, Any]):
         num_pairs = self.num_documents // 2
         pair = self.per_document["pair"].to(values.device)
         is_chosen = self.per_document["is_chosen"].to(values.device)
-        order = pair + torch.where(is_chosen, 0, num_pairs)  # chosen answers first, each side by pair
+        # Each value goes to the place of its pair, those of rejected answers behind all chosen ones: one operation on
+        # the device, whatever the order of the documents.
+        order = pair + torch.where(is_chosen, 0, num_pairs)
         ordered = torch.zeros_like(values).index_copy(0, order, values)
         return ordered[:num_pairs], ordered[num_pairs:]
 

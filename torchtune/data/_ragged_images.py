@@ -335,7 +335,7 @@ def _positions(images: Images | None, length: int) -> Tensor:
     """Return positions ``[3, 1, length]`` of a document's tokens."""
     if images is None:
         return torch.arange(length).expand(3, 1, length)
-    computed = images.positions[:, :, :length]
+    computed = images.positions[:, :, :length]  # a row may have been cut, or followed by text
     following_text = torch.arange(computed.shape[2], length, device=computed.device) + images.offset
     return torch.cat([computed, following_text.expand(3, 1, -1)], dim=2)
 

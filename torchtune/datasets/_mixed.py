@@ -304,13 +304,14 @@ class MixedStream(ExampleDataset):
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the state of the streams with ``index`` as next example, as plain data."""
         block, position = divmod(index, self._length)
-        sources, _ = self._block(block)
+        # The next example of a dataset: those before the block, and those in it before the index.
         before_block = self._before(block * self._length)
+        sources, _ = self._block(block)
         in_block = np.bincount(sources[:position], minlength=len(self.names)).tolist()
         state = {}
-        for name, dataset, first, count in zip(self.names, self._datasets, before_block, in_block, strict=True):
+        for number, (name, dataset) in enumerate(zip(self.names, self._datasets, strict=True)):
             if dataset.is_stream:
-                state[name] = dataset.state_at(first + count)
+                state[name] = dataset.state_at(before_block[number] + in_block[number])
         return state
 
     def go_to(self, state: Mapping[str, Any]) -> None:

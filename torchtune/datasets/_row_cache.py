@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -315,8 +315,10 @@ def _remove_abandoned(root: Path, key: str) -> None:
         if not _FOLDER_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
             continue
         # The time of a folder does not change while one of its files grows.
-        times = [entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()]
-        last_write = max(times, default=0.0)
+        last_write = 0.0
+        for entry in (path, *path.glob("*")):
+            with suppress(FileNotFoundError):  # another process deletes it as well
+                last_write = max(last_write, entry.stat().st_mtime)
         if path.is_dir() and time.time() - last_write > _STALE:
             shutil.rmtree(path, ignore_errors=True)
 

@@ -222,11 +222,12 @@ class WordEncoder:
     def _is_same_split(self, text: str) -> bool:
         """Return whether both regex engines split a text into the same words, which cover it."""
         try:
-            expected = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            expected_words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         except UnicodeEncodeError:  # lone surrogate
             return False
+        expected_spans = [span for _, span in expected_words]
         edges = _cumulative_lengths(self._words.findall(text))
-        return [span for _, span in expected] == list(pairwise(edges)) and edges[-1] == len(text)
+        return expected_spans == list(pairwise(edges)) and edges[-1] == len(text)
 
     def _agrees_on_ascii(self) -> bool:
         """Compare the ids with the tokenizer's on random ASCII texts."""

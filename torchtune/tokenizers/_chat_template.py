@@ -27,6 +27,8 @@ _GENERATION_END = f"\ue000{uuid.uuid4().hex}\ue001"
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 _CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# A use of the clock, but not the test whether there is one.
+_CLOCK_MENTION = re.compile(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)")
 _DIRECTIVE = re.compile(r"%-?(.)")
 _DATE_DIRECTIVES = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
 
@@ -128,12 +130,16 @@ class ChatTemplate:
     def fingerprint_parts(self) -> list[Any] | None:
         """Return the values that renderings depend on; None if they depend on the time of day."""
         layouts = [layout for _, layout in _CLOCK_CALL.findall(self.source)]
-        num_mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        num_mentions = len(_CLOCK_MENTION.findall(self.source))
         if len(layouts) != num_mentions:  # a layout that is not a constant
             return None
-        if any(set(_DIRECTIVE.findall(layout)) - _DATE_DIRECTIVES for layout in layouts):
-            return None
-        return [self.source, self.variables, [self._strftime_now(layout) for layout in layouts]]
+        dates = []
+        for layout in layouts:
+            directives = set(_DIRECTIVE.findall(layout))
+            if directives - _DATE_DIRECTIVES:
+                return None
+            dates.append(self._strftime_now(layout))
+        return [self.source, self.variables, dates]
 
     def _strftime_now(self, layout: str) -> str:
         return (self.now or datetime.now()).strftime(layout)
@@ -294,7 +300,8 @@ def _written_length(value: Any, indent: int = 0, depth: int = 1) -> int:
         return _WRITTEN_NUMBER
     length = 0
     for element in elements:
-        length += _SMALL_STRING + indent * depth + _written_length(element, indent, depth + 1)
+        length += _SMALL_STRING + indent * depth  # brackets, separators and the indentation of a line
+        length += _written_length(element, indent, depth + 1)
         if length > MAX_CHARACTERS:
             break
     return length
@@ -303,6 +310,7 @@ def _written_length(value: Any, indent: int = 0, depth: int = 1) -> int:
 def _cost_of_format(layout: str, *args: Any, **kwargs: Any) -> int:
     if _WIDTH_FROM_ARGUMENT.search(layout):
         raise _too_large()
+    # Every number may be a width, and every field may be the longest argument: an upper bound.
     widths = sum(int(digits) for digits in re.findall(r"\d+", layout))
     num_fields = layout.count("{") + layout.count("%")
     return widths + num_fields * _written_length([args, kwargs])

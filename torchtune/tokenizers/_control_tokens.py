@@ -28,6 +28,7 @@ class ControlTokens:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
+        # Longest first: a regular expression takes the first alternative that matches.
         self.texts = sorted((text for text in texts if text), key=len, reverse=True)
         self._number = {text: i for i, text in enumerate(self.texts)}
         self._pattern: re.Pattern[str] | None = None
@@ -189,9 +190,12 @@ def _rename_tokens(tokenizer: Tokenizer, control_tokens: Sequence[str]) -> Token
     model = content["model"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
-    else:  # a Unigram model
-        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+        for text, name in names.items():
+            if text in vocab:
+                vocab[name] = vocab.pop(text)
+    else:  # a Unigram model: the id of a piece is its position
+        for piece in vocab:
+            piece[0] = names.get(piece[0], piece[0])
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return Tokenizer.from_str(json.dumps(content))

@@ -238,6 +238,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         for start in range(len(with_tokens) - len(text)):  # the tokens before the text
             if with_tokens[start : start + len(text)] == text:
                 return with_tokens[start + len(text) :]
+        # The post-processor puts nothing behind a text, which leaves it to the config.
         if self.config.get("add_eos_token") is True and self.eos_id is not None:
             return [self.eos_id]
         return []

@@ -417,12 +417,14 @@ class TurnFinder:
         content = self.messages[index]["content"]
         first, last = inner_span(content)
         before = self.text[max(0, start - first) : start]
-        after = self.text[end : end + len(content) - last]
-        start -= _common_prefix(content[:first][::-1], before[::-1])
-        end += _common_prefix(content[last:], after)
+        reversed_opening = content[:first][::-1]
+        start -= _common_prefix(reversed_opening, before[::-1])  # the common end of both
+        closing = content[last:]
+        end += _common_prefix(closing, self.text[end : end + len(closing)])
         return start, self._stop_after(end) or end
 
     def _not_located(self, index: int) -> DataError:
+        """Return the error for a turn whose part of the rendered conversation cannot be told."""
         return DataError(
             f"cannot tell which part of the rendered conversation is turn {index} ({self.messages[index]['role']}): "
             "the chat template rearranges it; mark the assistant's part with {% generation %} in the template"
@@ -580,6 +582,7 @@ class TurnFinder:
         if with_prompt is None or without_prompt is None or not with_prompt.startswith(without_prompt):
             return ""
         header = with_prompt[len(without_prompt) :]
+        # A finished turn may lack the end of what the prompt adds, such as <think>: the last turn, or an earlier one.
         for finished in (turns[:2], turns):
             tail = self._tail(self._rendered(finished, False), 1)
             if tail is not None and tail.startswith(without_prompt):

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 
 from torchtune.data import DataError
-from torchtune.datasets import StreamedDataset, instruct_dataset, kto_dataset, prompt_dataset, read_rows, scan
+from torchtune.datasets import (
+    RowSource,
+    StreamedDataset,
+    instruct_dataset,
+    kto_dataset,
+    load_rows,
+    prompt_dataset,
+    read_rows,
+    scan,
+)
 from torchtune.datasets._file_formats import JsonLines, Line, parsed
 from torchtune.datasets._file_rows import FileRows
-from torchtune.datasets._row_source import RowSource, load_rows
 from torchtune.datasets._streamed import open_reader
 from torchtune.generation import read_prompts
 from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch

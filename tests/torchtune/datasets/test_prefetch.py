@@ -16,8 +16,7 @@ import pytest
 
 from tests.torchtune.datasets.test_streamed import CAPACITY, ids, transform, write_rows
 from torchtune.data import BatchLoader, DataError
-from torchtune.datasets import StreamedDataset, mixed_dataset
-from torchtune.datasets._processes import workers
+from torchtune.datasets import StreamedDataset, mixed_dataset, workers
 from torchtune.utils import close_run_logger, get_run_logger
 
 KINDS: dict[str, dict[str, Any]] = {

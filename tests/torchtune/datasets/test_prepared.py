@@ -11,9 +11,15 @@ from tests.torchtune.datasets.test_row_cache import is_mapped
 from tests.work import largest_file
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
-from torchtune.datasets import chat_dataset, instantiate_dataset, kto_dataset, text_completion_dataset
-from torchtune.datasets._preview import NotRead, preview
-from torchtune.datasets._row_cache import preparing
+from torchtune.datasets import (
+    NotRead,
+    chat_dataset,
+    instantiate_dataset,
+    kto_dataset,
+    preparing,
+    preview,
+    text_completion_dataset,
+)
 from torchtune.datasets._token_store import RowWriter
 from torchtune.estimate._check_run import _check_sources
 from torchtune.tokenizers import hf_tokenizer

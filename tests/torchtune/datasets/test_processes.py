@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiny import OPENAI, read_lines, write_conversations, write_lines
 from torchtune.data import DataError
-from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
-from torchtune.datasets._processes import _FEW, Worker, in_parts, picklable_error, workers
+from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset, workers
+from torchtune.datasets._processes import _FEW, Worker, in_parts, picklable_error
 
 COUNT = 2500
 

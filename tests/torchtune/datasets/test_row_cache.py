@@ -16,9 +16,14 @@ import pytest
 import torchtune
 from tests.tiny import OPENAI, write_lines, write_tokenizer
 from torchtune.data import DataError
-from torchtune.datasets import _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import preview
+from torchtune.datasets import (
+    Fingerprint,
+    _fingerprint,
+    chat_dataset,
+    preference_dataset,
+    preview,
+    text_completion_dataset,
+)
 from torchtune.tokenizers import hf_tokenizer
 
 # Forks a process for every line that it reads, which makes a dataset as a rank of a run does. Imports are done once.

@@ -9,8 +9,7 @@ import yaml
 
 from tests.tiny import CHATS, write_lines
 from torchtune._recipe_registry import find_config
-from torchtune.datasets import instantiate_dataset
-from torchtune.datasets._shards import Shard
+from torchtune.datasets import Shard, instantiate_dataset
 from torchtune.datasets._token_store import PreparedRows, RowWriter
 from torchtune.utils import UserError
 
