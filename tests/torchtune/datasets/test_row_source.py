@@ -13,7 +13,7 @@ import pytest
 from tests.tiny import write_lines
 from torchtune.data import DataError
 from torchtune.datasets import RowSource, chat_dataset, instruct_dataset, load_rows
-from torchtune.datasets._row_source import resolve_source
+from torchtune.datasets._data_files import resolve_source
 from torchtune.datasets._streamed import open_reader
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
