@@ -28,7 +28,8 @@ WEATHER = {
         },
     },
 }
-QUESTION, ANSWER = {"role": "user", "content": "Is it warm?"}, {"role": "assistant", "content": "Yes."}
+QUESTION = {"role": "user", "content": "Is it warm?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
 
 
 def call(arguments, name="weather", **fields):

@@ -34,7 +34,8 @@ def test_an_epoch_holds_every_example_once():
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     first_loader = loader()
-    first, second = flat(first_loader), flat(first_loader)
+    first = flat(first_loader)
+    second = flat(first_loader)
     assert first_loader.epoch == 2
     assert first != second
     assert first == flat(loader())
@@ -215,7 +216,8 @@ def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_rand
     torch.manual_seed(5)
     for batches in ahead:
         steps.append(batches)
-        before, rows = ahead.state_dict(), ahead.rows()
+        before = ahead.state_dict()
+        rows = ahead.rows()
         upcoming = ahead.peek()
         assert (ahead.state_dict(), ahead.rows()) == (before, rows)
         assert (upcoming is None) == ahead.at_epoch_end == (len(steps) == 3)

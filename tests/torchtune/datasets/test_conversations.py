@@ -164,7 +164,8 @@ def test_an_answer_that_says_nothing_needs_a_setting(with_tools):
 
 
 def test_any_order_of_turns_needs_a_setting(with_tools):
-    answer, system = {"role": "assistant", "content": "Yes."}, {"role": "developer", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "Yes."}
+    system = {"role": "developer", "content": "Be brief."}
     for turns in ([QUESTION, QUESTION, answer], [QUESTION, answer, system, QUESTION, answer]):
         with pytest.raises(DataError, match="allow_any_order=true leaves the order to the chat template"):
             chat(with_tools, [{"messages": turns}])

@@ -435,10 +435,9 @@ def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
 @pytest.mark.parametrize("reader", ["mapped", "shown", "answered"])
 @pytest.mark.parametrize("damage", [slice(0, 60), slice(15, None)], ids=["cut", "changed"])
 def test_damaged_gzip_file_is_named(reader, damage, tmp_path):
-    path, packed = (
-        tmp_path / "rows.jsonl.gz",
-        gzip.compress("".join(f'{{"prompt": {n}}}\n' for n in range(99)).encode()),
-    )
+    path = tmp_path / "rows.jsonl.gz"
+    lines = "".join(f'{{"prompt": {number}}}\n' for number in range(99))
+    packed = gzip.compress(lines.encode())
     path.write_bytes(packed[:10] + packed[damage] if damage.start else packed[damage])
     with pytest.raises(UserError, match=r"rows\.jsonl\.gz"):
         LINE_READERS[reader](path)

@@ -314,16 +314,16 @@ def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed, column):
 def test_data_show_tells_of_weights(tune, folder, tmp_path):
     rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.25, 1, 3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    shown = tune("data", "show", path, "--tokenizer", folder)
-    assert shown.code == 0, shown.err
-    assert "2 rows have other weights than 1 (0.25 to 3)" in shown.out
-    assert "trained on, between [[ and ]], weight 0.25" in shown.out
+    result = tune("data", "show", path, "--tokenizer", folder)
+    assert result.code == 0, result.err
+    assert "2 rows have other weights than 1 (0.25 to 3)" in result.out
+    assert "trained on, between [[ and ]], weight 0.25" in result.out
 
 
 def test_data_show_tells_of_weights_of_pairs(tune, folder, tmp_path):
     rows = [{"prompt": "Where?", "chosen": "Here.", "rejected": "No.", "weight": weight} for weight in (1, 0.5, 2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    shown = tune("data", "show", path, "--tokenizer", folder)
-    assert shown.code == 0, shown.err
-    assert "2 rows have other weights than 1 (0.5 to 2)" in shown.out
-    assert "not read" not in shown.err
+    result = tune("data", "show", path, "--tokenizer", folder)
+    assert result.code == 0, result.err
+    assert "2 rows have other weights than 1 (0.5 to 2)" in result.out
+    assert "not read" not in result.err

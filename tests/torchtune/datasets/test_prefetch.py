@@ -102,7 +102,8 @@ def test_prefetched_steps_states_and_resume_equal_those_without(kind, tmp_path, 
 def test_prefetching_reports_the_same_errors_and_skipped_rows(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
-    lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
+    lines[50] = "{broken"
+    lines[20] = '{"id": 1, "length": 0}'
     Path(paths[0]).write_text("\n".join(lines))
     outcomes = []
     for ahead, bad in itertools.product((False, True), ("stop", "skip")):
@@ -159,7 +160,8 @@ def test_no_process_is_left_behind(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 1)
-    pid, streams.process = streams.process.pid, None
+    pid = streams.process.pid
+    streams.process = None
     del loader
     gc.collect()
     assert is_gone(pid)

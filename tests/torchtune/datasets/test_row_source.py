@@ -60,7 +60,8 @@ def test_split_and_filter_select_rows(tmp_path):
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     import datasets
 
-    dataset_folder, dict_folder = str(tmp_path / "one"), str(tmp_path / "two")
+    dataset_folder = str(tmp_path / "one")
+    dict_folder = str(tmp_path / "two")
     datasets.Dataset.from_list(ROWS).save_to_disk(dataset_folder)
     assert list(load_rows(dataset_folder, split="train")) == ROWS
     assert list(load_rows(dataset_folder, split="train[1:3]")) == ROWS[1:3]

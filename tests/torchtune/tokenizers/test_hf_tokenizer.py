@@ -32,7 +32,8 @@ def change(folder, name="tokenizer_config.json", **settings):
 
 
 def test_folder_and_its_file_give_the_same_tokenizer(folder):
-    from_folder, from_file = hf_tokenizer(str(folder)), hf_tokenizer(str(folder / "tokenizer.json"))
+    from_folder = hf_tokenizer(str(folder))
+    from_file = hf_tokenizer(str(folder / "tokenizer.json"))
     from_three_files = HuggingFaceModelTokenizer(
         str(folder / "tokenizer.json"),
         tokenizer_config_json_path=str(folder / "tokenizer_config.json"),
