@@ -274,6 +274,17 @@ def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dic
     return {name: example[source] for name, source in names.items() if source in example}
 
 
+def _unpredicted_document(tokens: Sequence[int], *, is_counted: bool) -> dict[str, Any]:
+    """Return a document whose tokens are read, and none predicted: a text for an embedding model or a reranker.
+
+    Its labels only say which tokens are trained on, for the counts of a run: all, or none of a filler's.
+    """
+    labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
+    if is_counted:
+        labels[:-1] = tokens[1:]
+    return {"tokens": tokens, "labels": labels}
+
+
 # Entries of ``per_document["role"]``.
 QUERY, POSITIVE, NEGATIVE = range(3)
 
@@ -316,11 +327,7 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
     rows = []
     digests = []
     for _, index, tokens in documents:
-        # No token is predicted: labels say which tokens are trained on, for the counts of a run.
-        labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
-        if example_counts[index]:
-            labels[:-1] = tokens[1:]
-        rows.append({"tokens": tokens, "labels": labels})
+        rows.append(_unpredicted_document(tokens, is_counted=example_counts[index]))
         # By their digests, ranks find equal documents of each other, which are no negatives.
         token_bytes = np.asarray(tokens, np.int64).tobytes()
         digests.append(int.from_bytes(blake2b(token_bytes, digest_size=8).digest(), "little", signed=True))
@@ -367,11 +374,7 @@ def collate_reranking(batch: Sequence[Mapping[str, Any]]) -> Batch:
         is_counted = int(example["labels"][0]) != CROSS_ENTROPY_IGNORE_IDX
         num_terms += is_counted
         for number, (tokens, target) in enumerate(zip(example["documents"], example["targets"], strict=True)):
-            # No token is predicted: labels say which tokens are trained on, for the counts of a run.
-            labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
-            if is_counted:
-                labels[:-1] = tokens[1:]
-            rows.append({"tokens": tokens, "labels": labels})
+            rows.append(_unpredicted_document(tokens, is_counted=is_counted))
             per_document["example"].append(index)
             per_document["is_first"].append(number == 0)
             per_document["target"].append(float(target))

@@ -284,7 +284,7 @@ _NUM_CACHED = 3  # windows
 _SMALL = 1 << 22  # bytes; smaller sources are not worth a process
 
 
-class _Start(NamedTuple):
+class _WindowStart(NamedTuple):
     """Start of a window: its first example, its number, completed passes over the data, position in the source."""
 
     example: int
@@ -293,7 +293,7 @@ class _Start(NamedTuple):
     position: Position
 
 
-_BEGINNING = _Start(0, 0, 0, None)
+_BEGINNING = _WindowStart(0, 0, 0, None)
 
 
 class _TokenRows(NamedTuple):
@@ -315,7 +315,7 @@ class _TokenRows(NamedTuple):
 class _Window:
     """Consecutive rows that are shuffled and packed together."""
 
-    def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
+    def __init__(self, start: _WindowStart, rows: list[Row], after: Position) -> None:
         self.start = start
         self.rows = rows
         self.after = after
@@ -445,7 +445,7 @@ class StreamedDataset(ExampleDataset):
                     "process does it, and its steps take longer."
                 )
 
-    def _begin(self, start: _Start, seed: int, shuffle: bool) -> None:
+    def _begin(self, start: _WindowStart, seed: int, shuffle: bool) -> None:
         """Move to the start of a window, and forget the windows and requests of another position."""
         self._seed = seed
         self._shuffle = shuffle
@@ -465,11 +465,11 @@ class StreamedDataset(ExampleDataset):
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the start of the window that contains an example already read or next, as plain data."""
-        return self._starts[self._number(index)]._asdict()
+        return self._starts[self._index_of_start(index)]._asdict()
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_at` returned."""
-        self._begin(_Start(**state), self._seed, self._shuffle)
+        self._begin(_WindowStart(**state), self._seed, self._shuffle)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Request the next examples, or the window that contains them, from the worker process if there is one."""
@@ -478,17 +478,17 @@ class StreamedDataset(ExampleDataset):
             return
         with suppress(DataError):  # raised again when the example is read
             for index in indices:
-                self._requested[index] = self._request(index)
+                self._requested[index] = self._request_example(index)
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, ``tokens`` and ``labels``, or a pack, as map-style datasets do."""
         worker = self._worker()
         if worker is not None:
-            worker.drain()
+            worker.drain()  # it does not wait for this process to read its answers
         if self._is_lazy:
             request = self._requested.pop(index, None)
             if request is None:  # no worker was asked for it in advance
-                request = self._request(index)
+                request = self._request_example(index)
             row, answer = request
             tokens = answer()
             self._leave_out([(row, reason) for _, reason in tokens.bad])
@@ -511,14 +511,17 @@ class StreamedDataset(ExampleDataset):
             token_rows = [row for row, _, _ in window.packs[item]]
         return [window.rows[window.numbers[row]].origin for row in token_rows]
 
-    def _request(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
+    def _request_example(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
         """Return the row of an example, and the function that returns its tokens."""
         window, position = self._find(index)
         row = window.rows[window.item_at(position)]
-        return row, self._start((self._seed, index), [row])
+        return row, self._request_tokens((self._seed, index), [row])
 
-    def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _TokenRows]:
-        """Start :meth:`_tokenized`, in the worker if there is one; return a function that returns its result."""
+    def _request_tokens(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _TokenRows]:
+        """Start :meth:`_tokenized` in the worker, and return the function that returns its result.
+
+        Without a worker, that function does the work itself.
+        """
         worker = self._worker()
         if worker is None:
             return partial(self._tokenized, words, rows)
@@ -526,9 +529,10 @@ class StreamedDataset(ExampleDataset):
 
     def _tokenized(self, words: Sequence[int], rows: Sequence[Row]) -> _TokenRows:
         """Tokenize rows that are not filtered; ``words`` seed the random numbers of the transform."""
-        numbers: list[int] = []  # of the rows that are not filtered
+        numbers: list[int] = []  # among ``rows``, of those that are not filtered
         columns: list[Mapping[str, Any]] = []
         bad: list[tuple[int, str]] = []
+        # A filter or transform may draw random numbers, which no other row and no earlier resume may change.
         with seeded_generators(*words):
             for number, row in enumerate(rows):
                 try:
@@ -543,11 +547,13 @@ class StreamedDataset(ExampleDataset):
         if tokenized is None:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         batch, facts = tokenized
+        # The facts count the rows that were tokenized: number them among all rows.
         bad += [(numbers[index], reason) for index, reason in facts["bad"]]
         omitted = {kind: numbers[indices[0]] for kind, indices in facts["omitted"].items()}
-        return _TokenRows(batch, [numbers[index] for index in facts["numbers"]], sorted(bad), omitted)
+        row_numbers = [numbers[index] for index in facts["numbers"]]
+        return _TokenRows(batch, row_numbers, sorted(bad), omitted)
 
-    def _number(self, index: int) -> int:
+    def _index_of_start(self, index: int) -> int:
         """Return the position in the list of starts of the window that has an example, or that comes next."""
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
         if number < 0:
@@ -556,11 +562,12 @@ class StreamedDataset(ExampleDataset):
 
     def _find(self, index: int) -> tuple[_Window, int]:
         """Return the completed window of an example and the example's position in it."""
-        number = self._number(index)
+        number = self._index_of_start(index)
         while number == len(self._starts) - 1:  # the last start is that of a window to come
             self._extend()
-            number = self._number(index)
+            number = self._index_of_start(index)
         start = self._starts[number]
+        # A window that is no longer kept is read again, for example after a step back.
         window = self._windows.get(start.window)
         if window is None:
             window = self._read(start)
@@ -577,11 +584,12 @@ class StreamedDataset(ExampleDataset):
         passes = start.passes
         if window.after is None:
             passes += 1
+            # A pass without an example would be followed by others without end.
             pass_starts = [earlier for earlier in self._starts if earlier.position is None]
             if pass_starts and pass_starts[-1].example == next_example:
                 raise DataError(f"There are no rows in {self.source}.")
             log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
-        self._starts.append(_Start(next_example, start.window + 1, passes, window.after))
+        self._starts.append(_WindowStart(next_example, start.window + 1, passes, window.after))
         self._request_window()
 
     def _request_window(self) -> None:
@@ -590,7 +598,7 @@ class StreamedDataset(ExampleDataset):
             with suppress(DataError):  # raised again when the window is needed
                 self._next = self._read(self._starts[-1])
 
-    def _read(self, start: _Start) -> _Window:
+    def _read(self, start: _WindowStart) -> _Window:
         """Read the rows of a window, and request their tokens unless they are tokenized one by one."""
         order = None
         if self._shuffle and self._reader.files > 1:  # another order of the files in each pass
@@ -601,7 +609,7 @@ class StreamedDataset(ExampleDataset):
         if not self._is_lazy:
             for first in range(0, len(window.rows), ROWS):
                 words = (self._seed, start.window, first)
-                window.requests.append(self._start(words, window.rows[first : first + ROWS]))
+                window.requests.append(self._request_tokens(words, window.rows[first : first + ROWS]))
         return window
 
     def _leave_out(self, bad: Sequence[tuple[Row, str]]) -> None:
