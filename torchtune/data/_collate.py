@@ -690,16 +690,39 @@ def padded_collate_tiled_images_and_mask(
         lengths += [start, num_tokens, length - start - num_tokens]
     if with_labels:
         check_shifted(out["tokens"], out["labels"], lengths)
+    if any(len(example["encoder_input"]["images"]) for example in batch):
+        out |= _pad_tiled_images(batch, text_starts, length, pad_max_images, pad_max_tiles)
+    return out
+
+
+def _pad_tiled_images(
+    batch: Sequence[Mapping[str, Any]],
+    text_starts: Sequence[int],
+    length: int,
+    max_images: int | None,
+    max_tiles: int | None,
+) -> dict[str, Any]:
+    """Pad the images and cross-attention masks of a batch with at least one image.
+
+    Args:
+        batch: see :func:`padded_collate_tiled_images_and_mask`.
+        text_starts: start of the text of each row.
+        length: length of the padded text.
+        max_images: number of images per row after padding; by default the maximum of the batch.
+        max_tiles: number of tiles per image after padding; by default the maximum of the batch.
+
+    Returns:
+        ``encoder_input`` with ``images``, ``[b, images, tiles, c, h, w]``, and ``aspect_ratio``, int64
+        ``[b, images, 2]``; and ``encoder_mask``, bool ``[b, length, images * tiles * positions of a tile]``.
+    """
     images_of_rows = [example["encoder_input"]["images"] for example in batch]
     images = list(itertools.chain.from_iterable(images_of_rows))
-    if not images:
-        return out
     num_images = max(map(len, images_of_rows))
-    num_images = _pad_limit("pad_max_images", pad_max_images, num_images, "images of a row")
-    num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
+    num_images = _pad_limit("pad_max_images", max_images, num_images, "images of a row")
+    num_tiles = _pad_limit("pad_max_tiles", max_tiles, max(map(len, images)), "tiles of an image")
     first_mask = next(itertools.chain.from_iterable(example["encoder_mask"] for example in batch))
     num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
-    # Fill the tensors in place, to avoid a second copy of images and masks.
+    # Fill the tensors in place, to avoid a second copy of images and masks. What is not filled stays masked out.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, num_positions, dtype=torch.bool)
@@ -719,9 +742,10 @@ def padded_collate_tiled_images_and_mask(
             ratios[i, j] = torch.as_tensor(ratio)
             mask = mask.view(num_tokens, num_image_tiles, num_positions)
             masks[i, start : start + num_tokens, j, :num_image_tiles] = mask
-    out["encoder_input"] = {"images": pixels, "aspect_ratio": ratios}
-    out["encoder_mask"] = masks.view(len(batch), length, -1)
-    return out
+    return {
+        "encoder_input": {"images": pixels, "aspect_ratio": ratios},
+        "encoder_mask": masks.view(len(batch), length, -1),
+    }
 
 
 def _check_tiled_example(example: Mapping[str, Any], with_labels: bool) -> None:
