@@ -182,10 +182,10 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         (3, 3)
     """
     is_paired = not all("is_chosen" in example for example in batch)
+    # (document, numbers) of each answer; of pairs, all chosen answers come first.
     if is_paired:
-        chosen = [_answer_of_pair(example, "chosen") for example in batch]
-        rejected = [_answer_of_pair(example, "rejected") for example in batch]
-        answers = chosen + rejected
+        answers = [_answer_of_pair(example, "chosen") for example in batch]
+        answers += [_answer_of_pair(example, "rejected") for example in batch]
     else:
         answers = [_labeled_answer(example) for example in batch]
     out = collate_documents([document for document, _ in answers])
@@ -203,7 +203,8 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         per_document[name] = torch.tensor([numbers[name] for _, numbers in answers])
     label_counts = []
     for document, _ in answers:
-        label_counts.append(np.count_nonzero(np.asarray(document["labels"]) != CROSS_ENTROPY_IGNORE_IDX))
+        is_labeled = np.asarray(document["labels"]) != CROSS_ENTROPY_IGNORE_IDX
+        label_counts.append(np.count_nonzero(is_labeled))
     per_document["label_counts"] = torch.tensor(label_counts)
     if is_paired:
         per_document["pair"] = torch.arange(len(batch)).repeat(2)

@@ -269,8 +269,12 @@ class BatchLoader:
         if indices is None:
             indices = self._indices
         if parts is not None:
-            split = [list(self._split_step(indices, rank)) for rank in range(self.world_size)]
-            indices = np.concatenate([split[rank][number][0] for number, rank in parts])
+            micro_batches = [list(self._split_step(indices, rank)) for rank in range(self.world_size)]
+            indices_of_parts = []
+            for number, rank in parts:
+                indices_of_part, _ = micro_batches[rank][number]
+                indices_of_parts.append(indices_of_part)
+            indices = np.concatenate(indices_of_parts)
         origins = []  # of all documents of the examples: a pack has several
         for index in indices:
             origins += self.dataset.origins(int(index))

@@ -182,9 +182,10 @@ class PairTemplate:
         encode = getattr(tokenizer, "encode_text", tokenizer.encode)
         control_tokens = getattr(tokenizer, "special_tokens", {})
         pieces = [text]
-        if control_tokens:
+        if control_tokens:  # split the template before its placeholders are filled: the values have none
             longest_first = sorted(control_tokens, key=len, reverse=True)
-            pieces = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+            any_control_token = "|".join(map(re.escape, longest_first))
+            pieces = re.split(f"({any_control_token})", text)
         tokens: list[int] = []
         for index, piece in enumerate(pieces):
             is_start = index == 0 and not is_end

@@ -114,6 +114,7 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
     """
     builder = row_format.builder
     settings = dict(row_format.settings)
+    # As the builder makes the transform of this row.
     options = {}
     if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
         options["new_system_prompt"] = chosen["new_system_prompt"]
@@ -136,7 +137,7 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
             validate_messages(messages)
     except DataError as error:
         return str(error)
-    if all(turn.masked for turn in messages):
+    if all(turn.masked for turn in messages):  # the row would have no label
         if any(turn.role == "assistant" for turn in messages):
             return "the turns of the assistant say that they are not trained on: there is nothing to train on"
         return "no turn is the assistant's: there is nothing to train on"
