@@ -172,7 +172,7 @@ NAMES = {
     ),
     **_names(
         "torchtune.datasets.multimodal._the_cauldron",
-        "torchtune.datasets.multimodal._builders",
+        "torchtune.datasets.multimodal",
         "TheCauldronToMessages",
     ),
     "torchtune.generation._generation.update_stop_tokens_tracker": "torchtune.compat.update_stop_tokens_tracker",

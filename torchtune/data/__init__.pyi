@@ -37,15 +37,14 @@ from ._messages import Role as Role
 from ._messages import as_messages as as_messages
 from ._messages import mask_messages as mask_messages
 from ._messages import validate_messages as validate_messages
-from ._pair_template import DEFAULT_PAIR_TEMPLATE, RERANKER_FILE
-from ._pair_template import PairTemplate as PairTemplate
+from ._prompt_templates import DEFAULT_PAIR_TEMPLATE, RERANKER_FILE, TemplateType, get_prompt_template, with_tags
 from ._prompt_templates import ChatMLTemplate as ChatMLTemplate
 from ._prompt_templates import GrammarErrorCorrectionTemplate as GrammarErrorCorrectionTemplate
+from ._prompt_templates import PairTemplate as PairTemplate
 from ._prompt_templates import PromptTemplate as PromptTemplate
 from ._prompt_templates import PromptTemplateInterface as PromptTemplateInterface
 from ._prompt_templates import QuestionAnswerTemplate as QuestionAnswerTemplate
 from ._prompt_templates import SummarizeTemplate as SummarizeTemplate
-from ._prompt_templates import TemplateType, get_prompt_template, with_tags
 from ._ragged_images import (
     Colors,
     Grid,
@@ -57,16 +56,15 @@ from ._ragged_images import (
     token_counts,
 )
 from ._ragged_images import Images as Images
+from ._rows import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
 from ._rows import DataError as DataError
+from ._rows import SourceNumber, check_column_map, column, copy_sample, kind_of, text_column, truncate_row
 from ._rows import Transform as Transform
-from ._rows import check_column_map, column, copy_sample, text_column
+from ._rows import truncate as truncate
 from ._to_messages import AlpacaToMessages as AlpacaToMessages
 from ._to_messages import ChosenRejectedToMessages as ChosenRejectedToMessages
 from ._to_messages import InputOutputToMessages as InputOutputToMessages
 from ._to_messages import OpenAIToMessages as OpenAIToMessages
 from ._to_messages import ShareGPTToMessages as ShareGPTToMessages
 from ._to_messages import answer_turns, check_turns, image_column, resolve_masking, turns_with_answer
-from ._token_rows import CROSS_ENTROPY_IGNORE_IDX as CROSS_ENTROPY_IGNORE_IDX
-from ._token_rows import SourceNumber, truncate_row
-from ._token_rows import truncate as truncate
 from ._tool_calls import canonical_calls, parse_json_text, read_tool_calls, read_tools

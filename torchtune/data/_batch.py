@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 _FIELDS = ("tokens", "labels", "input_pos", "documents")
 # Keyword arguments of a decoder's forward that are neither per token nor per document.
@@ -94,8 +93,10 @@ class Batch(MutableMapping[str, Any]):
         for name, value in self.per_document.items():
             if len(value) != self.num_documents:
                 raise DataError(f"A batch of {self.num_documents} documents has {len(value)} values of '{name}'.")
+        # As a mapping, a batch has one entry of each name.
         names = [*_FIELDS, *self.per_token, *self.per_document, *self.inputs]
-        if duplicates := {name for name in names if names.count(name) > 1}:
+        duplicates = {name for name in names if names.count(name) > 1}
+        if duplicates:
             raise DataError(f"A batch has two entries '{min(duplicates)}': rename one of them.")
 
     @classmethod
@@ -209,7 +210,7 @@ class Batch(MutableMapping[str, Any]):
         group, so only its first rank counts :attr:`terms`. Call it before :meth:`to`, as :attr:`num_labels`.
         """
         rank, _ = self.shard
-        if self.terms is not None and rank > 0:
+        if self.terms is not None and rank > 0:  # they are those of the whole batch, not of a shard
             return 0
         if self.terms is not None:
             return self.terms
@@ -446,6 +447,7 @@ class Batch(MutableMapping[str, Any]):
         if self.documents is None:
             return wide.sum(dim=1).to(values.dtype)
         rank, size = self.shard
+        # Documents may reach over shards, so that each rank adds up the positions of its shard.
         document_ids = self.documents.document_ids().to(values.device)  # [b * s] of all shards
         sums = wide.new_zeros(len(self.documents.lengths))
         sums = sums.index_add(0, document_ids.chunk(size)[rank], wide.flatten())
@@ -471,13 +473,16 @@ class Batch(MutableMapping[str, Any]):
         num_pairs = self.num_documents // 2
         pair = self.per_document["pair"].to(values.device)
         is_chosen = self.per_document["is_chosen"].to(values.device)
-        order = pair + torch.where(is_chosen, 0, num_pairs)  # chosen answers first, each side by pair
+        # Each value goes to the place of its pair, those of rejected answers behind all chosen ones: one operation on
+        # the device, whatever the order of the documents.
+        order = pair + torch.where(is_chosen, 0, num_pairs)
         ordered = torch.zeros_like(values).index_copy(0, order, values)
         return ordered[:num_pairs], ordered[num_pairs:]
 
     # MutableMapping of the entries, for code written for dicts.
 
     def _entries(self) -> dict[str, Any]:
+        """Return name -> value of all entries that are there."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         present = {name: value for name, value in fields.items() if value is not None}
         return {**present, **self.per_token, **self.per_document, **self.inputs}
@@ -533,6 +538,7 @@ def _map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _pin(value: Any) -> Any:
+    """Copy a tensor or another value of the host to pinned memory; return other values unchanged."""
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         return value
     if hasattr(value, "pin_memory"):
@@ -571,7 +577,7 @@ def check_shifted(
         return
     # All labels are the tokens at their own positions. This is also right where the next token is the same.
     if lengths is None:
-        num_rows = len(tokens) if tokens.dim() > 1 else 1
+        num_rows = tokens.numel() // tokens.shape[-1]
         lengths = [tokens.shape[-1]] * num_rows
     tokens = tokens.flatten()
     is_label = is_label.flatten().clone()
@@ -628,6 +634,7 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     row = batch._as_row()
     lengths = batch.documents.lengths
     starts = [0, *accumulate(lengths)]
+    # Documents of a group need not follow each other; those of the new row do, behind their prefix.
     documents_of_group: dict[int, list[int]] = {}
     for document, group in enumerate(groups):
         documents_of_group.setdefault(group, []).append(document)
@@ -645,6 +652,7 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
         if len(documents) > 1:
             num_shared = _common_length(columns, [(starts[i], lengths[i]) for i in documents])
         if num_shared and not labelled and row.labels is not None:
+            # A labeled token of a prefix would be in the loss once, and not once for each document.
             shared_labels = row.labels[0, first_start : first_start + num_shared].numpy()
             is_label = shared_labels != CROSS_ENTROPY_IGNORE_IDX
             if is_label.any():

@@ -16,8 +16,7 @@ from torchtune._lazy import former_names
 from torchtune.data._batch import Batch, check_shifted
 from torchtune.data._documents import Documents
 from torchtune.data._ragged_images import Images, join_images
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX, SourceNumber
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError, SourceNumber
 
 Document = Mapping[str, Any]
 # An example: a document, or a pack (a list of documents).
@@ -27,6 +26,7 @@ _SIDE_PREFIXES = ("chosen_", "rejected_")
 
 
 def _as_int_tensor(value: Any) -> torch.Tensor:
+    """Return token ids or labels, a list, an array or a tensor, as int64 ``[s]``."""
     return torch.as_tensor(value, dtype=torch.int64)
 
 
@@ -127,7 +127,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     if joined_images is not None:
         out.inputs["encoder_input"] = {"images": joined_images}
     sources = [document.get("source") for document in documents]
-    if not all(isinstance(source, SourceNumber) for source in sources):
+    if not all(isinstance(source, SourceNumber) for source in sources):  # not of a mixture
         return out
     source_of_token = torch.from_numpy(np.repeat(np.array(sources, np.int64), boundaries.lengths))
     return replace(out, per_token={**per_token, "source": source_of_token[None]}, sources=sources[0].names)
@@ -182,10 +182,10 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         (3, 3)
     """
     is_paired = not all("is_chosen" in example for example in batch)
+    # (document, numbers) of each answer; of pairs, all chosen answers come first.
     if is_paired:
-        chosen = [_answer_of_pair(example, "chosen") for example in batch]
-        rejected = [_answer_of_pair(example, "rejected") for example in batch]
-        answers = chosen + rejected
+        answers = [_answer_of_pair(example, "chosen") for example in batch]
+        answers += [_answer_of_pair(example, "rejected") for example in batch]
     else:
         answers = [_labeled_answer(example) for example in batch]
     out = collate_documents([document for document, _ in answers])
@@ -196,13 +196,15 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
             numbers["weight"] = float(numbers.get("weight", 1.0))
             if not 0 <= numbers["weight"] < math.inf:
                 raise DataError(f"An example has weight {numbers['weight']}: a weight is a number of at least 0.")
+    # A number that some examples lack has no value for the others, so that it is left out.
     common_names = set.intersection(*(set(numbers) for _, numbers in answers))
     per_document = {}
     for name in sorted(common_names):
         per_document[name] = torch.tensor([numbers[name] for _, numbers in answers])
     label_counts = []
     for document, _ in answers:
-        label_counts.append(np.count_nonzero(np.asarray(document["labels"]) != CROSS_ENTROPY_IGNORE_IDX))
+        is_labeled = np.asarray(document["labels"]) != CROSS_ENTROPY_IGNORE_IDX
+        label_counts.append(np.count_nonzero(is_labeled))
     per_document["label_counts"] = torch.tensor(label_counts)
     if is_paired:
         per_document["pair"] = torch.arange(len(batch)).repeat(2)
@@ -213,8 +215,12 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
     num_terms: float = 0
     # The answers are longer than the counts if they are pairs: the chosen answers are first.
     for count, (_, numbers) in zip(label_counts, answers, strict=False):
-        if count > 0:
-            num_terms += numbers["weight"] if is_weighted else 1
+        if count == 0:  # the filler of a rank without data
+            continue
+        if is_weighted:
+            num_terms += numbers["weight"]
+        else:
+            num_terms += 1
     return replace(out, per_document=per_document, terms=num_terms)
 
 
@@ -269,6 +275,17 @@ def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dic
     return {name: example[source] for name, source in names.items() if source in example}
 
 
+def _unpredicted_document(tokens: Sequence[int], *, is_counted: bool) -> dict[str, Any]:
+    """Return a document whose tokens are read, and none predicted: a text for an embedding model or a reranker.
+
+    Its labels only say which tokens are trained on, for the counts of a run: all, or none of a filler's.
+    """
+    labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
+    if is_counted:
+        labels[:-1] = tokens[1:]
+    return {"tokens": tokens, "labels": labels}
+
+
 # Entries of ``per_document["role"]``.
 QUERY, POSITIVE, NEGATIVE = range(3)
 
@@ -311,11 +328,8 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
     rows = []
     digests = []
     for _, index, tokens in documents:
-        # No token is predicted: labels say which tokens are trained on, for the counts of a run.
-        labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
-        if example_counts[index]:
-            labels[:-1] = tokens[1:]
-        rows.append({"tokens": tokens, "labels": labels})
+        rows.append(_unpredicted_document(tokens, is_counted=example_counts[index]))
+        # By their digests, ranks find equal documents of each other, which are no negatives.
         token_bytes = np.asarray(tokens, np.int64).tobytes()
         digests.append(int.from_bytes(blake2b(token_bytes, digest_size=8).digest(), "little", signed=True))
     per_document = {
@@ -361,11 +375,7 @@ def collate_reranking(batch: Sequence[Mapping[str, Any]]) -> Batch:
         is_counted = int(example["labels"][0]) != CROSS_ENTROPY_IGNORE_IDX
         num_terms += is_counted
         for number, (tokens, target) in enumerate(zip(example["documents"], example["targets"], strict=True)):
-            # No token is predicted: labels say which tokens are trained on, for the counts of a run.
-            labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
-            if is_counted:
-                labels[:-1] = tokens[1:]
-            rows.append({"tokens": tokens, "labels": labels})
+            rows.append(_unpredicted_document(tokens, is_counted=is_counted))
             per_document["example"].append(index)
             per_document["is_first"].append(number == 0)
             per_document["target"].append(float(target))
@@ -399,7 +409,9 @@ def _pad(rows: Sequence[torch.Tensor], value: int, *, multiple: int = 1, left: b
     padded = []
     for row in rows:
         num_padding = length - len(row)
-        padding = (num_padding, 0) if left else (0, num_padding)
+        padding = (0, num_padding)
+        if left:
+            padding = (num_padding, 0)
         padded.append(F.pad(row, padding, value=value))
     return torch.stack(padded)  # [b, s]
 
@@ -566,7 +578,7 @@ def padded_collate_dpo(
 
 def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return unshifted labels ``[s]``: ``labels[i]`` is the token at position i."""
-    if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():
+    if ((labels == tokens) | (labels == CROSS_ENTROPY_IGNORE_IDX)).all():  # of a dataset of earlier releases
         return labels
     if labels[-1] != CROSS_ENTROPY_IGNORE_IDX:
         raise DataError("The last label of an answer is that of a token which is not in the row: set it to -100.")
@@ -574,6 +586,7 @@ def _unshift_labels(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _concatenate(pack: Sequence[Document], name: str) -> torch.Tensor:
+    """Return the tokens or labels of all documents of a pack, int64 ``[s]``."""
     return torch.cat([_as_int_tensor(document[name]) for document in pack])
 
 
@@ -678,16 +691,39 @@ def padded_collate_tiled_images_and_mask(
         lengths += [start, num_tokens, length - start - num_tokens]
     if with_labels:
         check_shifted(out["tokens"], out["labels"], lengths)
+    if any(len(example["encoder_input"]["images"]) for example in batch):
+        out |= _pad_tiled_images(batch, text_starts, length, pad_max_images, pad_max_tiles)
+    return out
+
+
+def _pad_tiled_images(
+    batch: Sequence[Mapping[str, Any]],
+    text_starts: Sequence[int],
+    length: int,
+    max_images: int | None,
+    max_tiles: int | None,
+) -> dict[str, Any]:
+    """Pad the images and cross-attention masks of a batch with at least one image.
+
+    Args:
+        batch: see :func:`padded_collate_tiled_images_and_mask`.
+        text_starts: start of the text of each row.
+        length: length of the padded text.
+        max_images: number of images per row after padding; by default the maximum of the batch.
+        max_tiles: number of tiles per image after padding; by default the maximum of the batch.
+
+    Returns:
+        ``encoder_input`` with ``images``, ``[b, images, tiles, c, h, w]``, and ``aspect_ratio``, int64
+        ``[b, images, 2]``; and ``encoder_mask``, bool ``[b, length, images * tiles * positions of a tile]``.
+    """
     images_of_rows = [example["encoder_input"]["images"] for example in batch]
     images = list(itertools.chain.from_iterable(images_of_rows))
-    if not images:
-        return out
     num_images = max(map(len, images_of_rows))
-    num_images = _pad_limit("pad_max_images", pad_max_images, num_images, "images of a row")
-    num_tiles = _pad_limit("pad_max_tiles", pad_max_tiles, max(map(len, images)), "tiles of an image")
+    num_images = _pad_limit("pad_max_images", max_images, num_images, "images of a row")
+    num_tiles = _pad_limit("pad_max_tiles", max_tiles, max(map(len, images)), "tiles of an image")
     first_mask = next(itertools.chain.from_iterable(example["encoder_mask"] for example in batch))
     num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
-    # Fill the tensors in place, to avoid a second copy of images and masks.
+    # Fill the tensors in place, to avoid a second copy of images and masks. What is not filled stays masked out.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, num_positions, dtype=torch.bool)
@@ -707,12 +743,14 @@ def padded_collate_tiled_images_and_mask(
             ratios[i, j] = torch.as_tensor(ratio)
             mask = mask.view(num_tokens, num_image_tiles, num_positions)
             masks[i, start : start + num_tokens, j, :num_image_tiles] = mask
-    out["encoder_input"] = {"images": pixels, "aspect_ratio": ratios}
-    out["encoder_mask"] = masks.view(len(batch), length, -1)
-    return out
+    return {
+        "encoder_input": {"images": pixels, "aspect_ratio": ratios},
+        "encoder_mask": masks.view(len(batch), length, -1),
+    }
 
 
 def _check_tiled_example(example: Mapping[str, Any], with_labels: bool) -> None:
+    """Raise :class:`DataError` unless an example has images with an aspect ratio and a mask each."""
     if with_labels:
         documents_of(example)
     inputs = example.get("encoder_input")

@@ -121,6 +121,7 @@ def tools_of_row(row: Mapping[str, Any], columns: Collection[str] = ()) -> list[
 
 
 def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]) -> list[Any] | None:
+    """Return the tools in a column; None if there are none, or if the column is one of ``columns``."""
     if name in columns or row.get(name) is None:
         return None
     try:
@@ -143,7 +144,7 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
         prompts[f"column '{name}'"] = value
     if not prompts:
         return None
-    name, prompt = next(iter(prompts.items()))
+    name, prompt = next(iter(prompts.items()))  # that of a column
     has_system_turn = bool(messages) and messages[0].role == "system"
     if has_system_turn:
         prompts = {"the system turn": messages[0].text_content, **prompts}
@@ -194,4 +195,5 @@ def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) ->
 
 
 def _turn_data(message: Message) -> tuple[Any, ...]:
+    """Return what a model reads of a turn; whether it is trained on is not part of it."""
     return message.role, message.content, message.extra

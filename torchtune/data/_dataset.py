@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from torchtune.data._conversation import Conversation
 from torchtune.data._messages import Message
-from torchtune.data._pair_template import PairTemplate
+from torchtune.data._prompt_templates import PairTemplate
 
 
 def make_random_state(seed: int, *words: int) -> np.random.RandomState:
@@ -185,6 +185,7 @@ class WrappedDataset(ExampleDataset):
     @property
     def is_packed(self) -> bool:
         """See :class:`ExampleDataset`."""
+        # Packed datasets of earlier releases have an attribute `packs`.
         return getattr(self.dataset, "is_packed", hasattr(self.dataset, "packs"))
 
     @property

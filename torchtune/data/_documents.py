@@ -34,15 +34,20 @@ class SharedPrefixes:
         for start, length in zip(starts, lengths, strict=False):
             positions.append(torch.arange(start, start + length))
         keys = []
-        for document, prefix in zip(positions, prefixes, strict=True):
-            if prefix >= 0:
-                document = torch.cat([positions[prefix], document])
-            keys.append(document)
-        cu_keys = torch.tensor([0, *accumulate(map(len, keys))], dtype=torch.int32)
+        document_indices = []  # of those that are not prefixes
+        prefix_of_document = []
         prefix_indices = set(prefixes)
-        continuing = [i for i in range(len(prefixes)) if i not in prefix_indices]
-        prefix_of_continuing = [prefixes[i] for i in continuing]
-        return cls(torch.cat(keys), cu_keys, torch.tensor(continuing), torch.tensor(prefix_of_continuing))
+        for document, prefix in enumerate(prefixes):
+            document_keys = positions[document]
+            if prefix >= 0:
+                document_keys = torch.cat([positions[prefix], document_keys])
+            keys.append(document_keys)
+            if document not in prefix_indices:
+                document_indices.append(document)
+                prefix_of_document.append(prefix)
+        num_keys = list(map(len, keys))
+        cu_keys = torch.tensor([0, *accumulate(num_keys)], dtype=torch.int32)
+        return cls(torch.cat(keys), cu_keys, torch.tensor(document_indices), torch.tensor(prefix_of_document))
 
     def sums(self, values: Tensor) -> Tensor:
         """Add the sum of each prefix to the documents that continue it: ``[documents]`` to ``[n]``."""
@@ -201,6 +206,8 @@ class Documents:
         first = -self.cu_seqlens[:-1].long()  # position of the token at index 0, if it belonged to the document
         if self.shared is not None:
             prefix = self.shared.prefix
-            prefix_lengths = torch.where(prefix < 0, 0, self.cu_seqlens.diff()[prefix].long())
+            lengths = self.cu_seqlens.diff().long()
+            prefix_lengths = torch.where(prefix < 0, 0, lengths[prefix])
             first = first.index_add(0, self.shared.whole, prefix_lengths)
-        return torch.arange(self.num_tokens, device=first.device) + first[self.document_ids()]
+        indices = torch.arange(self.num_tokens, device=first.device)
+        return indices + first[self.document_ids()]

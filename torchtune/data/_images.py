@@ -63,7 +63,7 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
             raise ValueError("it is not a regular file")
     pillow = _require_pillow()
     pillow.init()
-    formats = [name for name in _FORMATS if name in pillow.OPEN]
+    formats = [name for name in _FORMATS if name in pillow.OPEN]  # AVIF depends on how Pillow was built
     file = value
     if not isinstance(value, Path):
         file = io.BytesIO(value)
@@ -72,6 +72,7 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
 
 
 def _explain_error(error: Exception) -> str:
+    """Return the reason why an image cannot be read, for a user who sees the file."""
     if isinstance(error, FileNotFoundError):
         return "there is no such file"
     if type(error).__name__ == "DecompressionBombError":
@@ -187,6 +188,7 @@ def _check_header(image: Any) -> None:
 
 
 def _checked(image: Any) -> None:
+    """Check an opened image; decode it only if its file seems to be cut off."""
     _check_header(image)
     file_end = _FILE_ENDS.get(image.format)
     file = getattr(image, "fp", None)
@@ -202,11 +204,13 @@ def _checked(image: Any) -> None:
 
 
 def _decoded(image: Any) -> Any:
+    """Return an opened image in RGB, rotated as its EXIF data say."""
     _check_header(image)
     return _to_rgb(require("PIL.ImageOps", extra="vision", purpose="Reading an image").exif_transpose(image))
 
 
 def _size(image: Any) -> tuple[int, int]:
+    """Return (width, height) of an opened image after its EXIF rotation, without decoding it."""
     has_exif = image.format != "PNG" or "exif" in image.info  # getexif() decodes a PNG without this entry
     is_transposed = has_exif and image.getexif().get(_EXIF_ORIENTATION, 1) >= _FIRST_TRANSPOSED
     width, height = image.size
@@ -311,7 +315,8 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
             continue
         content = []
         for part in turn["content"]:
-            if _is_image_part(part):
+            is_image_part = type(part) is dict and part.get("type") in ("image", "image_url")
+            if is_image_part:
                 has_image = any(part[key] is not None for key in part.keys() - {"type", "index", "text"})
                 if has_image:
                     num_image_parts += 1
@@ -327,10 +332,6 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
             f"the row has {len(images)} images, but its turns have {num_empty_parts} parts of type 'image' for them"
         )
     return filled_turns
-
-
-def _is_image_part(part: Any) -> bool:
-    return type(part) is dict and part.get("type") in ("image", "image_url")
 
 
 def images_of_columns(row: Mapping[str, Any]) -> list[Any]:

@@ -12,8 +12,7 @@ import torch
 
 from torchtune.data._batch import check_shifted
 from torchtune.data._dataset import as_example_dataset
-from torchtune.data._rows import DataError
-from torchtune.data._token_rows import CROSS_ENTROPY_IGNORE_IDX
+from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance
@@ -210,6 +209,7 @@ class BatchLoader:
         return loader
 
     def _announce_next_steps(self) -> None:
+        """Announce the examples of the next steps to a stream, so that it tokenizes them while a step is computed."""
         if not self.dataset.is_stream:
             return
         current_step = self.epoch * len(self) + self._step
@@ -242,7 +242,9 @@ class BatchLoader:
     def visited_indices(self, epochs: int) -> np.ndarray:
         """Return the sorted indices of the examples visited in the first ``epochs`` epochs by all ranks."""
         num_visited = len(self) * self.examples_per_step  # in each epoch
-        num_orders = epochs if self.shuffle else 1  # without shuffling, all epochs have the same order
+        num_orders = epochs
+        if not self.shuffle:  # all epochs have the same order
+            num_orders = 1
         visited = [self._order(epoch)[:num_visited] for epoch in range(num_orders)]
         return np.unique(np.concatenate(visited))
 
@@ -263,10 +265,16 @@ class BatchLoader:
         Returns:
             One dict per row, with ``row`` (from 0) and, if known, ``source``.
         """
-        indices = self._indices if step_indices is None else step_indices
+        indices = step_indices
+        if indices is None:
+            indices = self._indices
         if parts is not None:
-            split = [list(self._split_step(indices, rank)) for rank in range(self.world_size)]
-            indices = np.concatenate([split[rank][number][0] for number, rank in parts])
+            micro_batches = [list(self._split_step(indices, rank)) for rank in range(self.world_size)]
+            indices_of_parts = []
+            for number, rank in parts:
+                indices_of_part, _ = micro_batches[rank][number]
+                indices_of_parts.append(indices_of_part)
+            indices = np.concatenate(indices_of_parts)
         origins = []  # of all documents of the examples: a pack has several
         for index in indices:
             origins += self.dataset.origins(int(index))
@@ -284,11 +292,13 @@ class BatchLoader:
                 yield examples[:1], True
 
     def _load_batch(self, part: tuple[np.ndarray, bool]) -> Collated:
+        """Read and collate the examples of a micro-batch, without their labels if it is a filler."""
         indices, removes_labels = part
         examples = [self.dataset[int(index)] for index in indices]
         if removes_labels:
             examples = [_without_labels(example) for example in examples]
         batch = self.collate_fn(examples)
+        # Of a copied recipe, whose collate function returns a dict: a `Batch` was checked when it was made.
         if type(batch) is dict and isinstance(batch.get("tokens"), torch.Tensor):
             labels = batch.get("labels")
             if isinstance(labels, torch.Tensor) and labels.shape == batch["tokens"].shape:
@@ -296,6 +306,7 @@ class BatchLoader:
         return batch
 
     def _fingerprint(self) -> dict[str, Any]:
+        """Return what determines the order of the examples and their content, which a resumed run must not change."""
         fingerprint = {
             "dataset_length": self.examples_per_epoch,
             "examples_per_step": self.examples_per_step,
@@ -347,7 +358,8 @@ class BatchLoader:
                 f"Cannot continue at the saved data position: {'; '.join(changes)}; "
                 "resume with what the run was started with, or start a new run."
             )
-        self.epoch, self._step = int(state["epoch"]), int(state["step"])
+        self.epoch = int(state["epoch"])
+        self._step = int(state["step"])
         if self.dataset.is_stream:
             self.dataset.go_to(state["stream"])
             self._num_announced = 0
@@ -363,7 +375,7 @@ def seeded_generators(*words: int) -> Iterator[None]:
     torch_state = torch.get_rng_state()
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which also seeds accelerators
     try:
         yield
     finally:

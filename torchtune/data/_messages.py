@@ -216,8 +216,11 @@ def as_message(value: MessageLike) -> Message:
     if isinstance(value, Message):
         return value
     role = role_of(value)
-    if "role" not in value:
-        value = _from_sharegpt(value)
+    if "role" not in value:  # a turn in ShareGPT format
+        if not isinstance(value["value"], str):
+            raise DataError(f"a turn of '{value['from']}' has no text: 'value' holds {kind_of(value['value'])}")
+        fields = {key: item for key, item in value.items() if key not in ("from", "value")}
+        value = {"role": value["from"], "content": value["value"], **fields}
     name = value["role"]
     content = value.get("content")
     if len(value) == 2 and type(content) is str and name != "function_call":  # fast path
@@ -289,14 +292,6 @@ def role_of(turn: Any) -> Role:
     if not isinstance(name, str) or name not in ROLE_NAMES:
         raise DataError(f"'{name}' is not a {kind}: use {', '.join(ROLE_NAMES)}")
     return ROLE_NAMES[name]
-
-
-def _from_sharegpt(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a turn in ShareGPT format."""
-    if not isinstance(turn["value"], str):
-        raise DataError(f"a turn of '{turn['from']}' has no text: 'value' holds {kind_of(turn['value'])}")
-    fields = {key: item for key, item in turn.items() if key not in ("from", "value")}
-    return {"role": turn["from"], "content": turn["value"], **fields}
 
 
 def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -402,7 +397,9 @@ def read_row_weight(row: Mapping[str, Any], column: str | None) -> float:
     Raises:
         DataError: the weight is negative, infinite or 0, with which nothing of the row is trained on.
     """
-    value = None if column is None else row.get(column)
+    value = None
+    if column is not None:
+        value = row.get(column)
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         value = float(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -449,16 +446,20 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
     if not isinstance(messages, list | tuple):
         raise DataError(f"a conversation must be a list of turns, not {type(messages).__name__}")
     converted: list[Message] = []
+    previous: Message | None = None  # the turn before, if it was converted
     for turn in messages:
         message = as_message(turn)
-        is_new = message is not turn  # a message states ipython and eot itself
-        if is_new and message.role in _TOOL_ROLES:
+        is_converted = message is not turn  # a message states ipython and eot itself
+        if is_converted and message.role in _TOOL_ROLES:
             message.eot = False
             # The assistant's turn before a tool's answer is its call.
-            if converted and converted[-1].role == "assistant" and converted[-1] is not messages[len(converted) - 1]:
-                converted[-1].ipython = True
-                converted[-1].eot = False
+            if previous is not None and previous.role == "assistant":
+                previous.ipython = True
+                previous.eot = False
         converted.append(message)
+        previous = None
+        if is_converted:
+            previous = message
     return converted
 
 
@@ -505,6 +506,7 @@ def parse_content_part(part: Any) -> dict[str, Any]:
 
 
 def _unknown_part(kind: Any) -> DataError:
+    """Return the error for a content part of a type that no format has."""
     return DataError(f"a part of a turn has the type '{kind}': only text, image, image_url and video are known")
 
 
@@ -560,7 +562,12 @@ def mask_messages(
     # Mappings are read as messages, so that the aliases of roles and of weights count; the mappings are then changed.
     turns = messages
     if not all(type(message) is Message for message in messages):
-        turns = as_messages([_without_mask(message) for message in messages])
+        turns = []
+        for message in messages:
+            if not isinstance(message, Message):  # an earlier strategy may have set `masked`
+                message = {key: value for key, value in message.items() if key != "masked"}
+            turns.append(message)
+        turns = as_messages(turns)
     last = max((i for i, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
     for i, (message, turn) in enumerate(zip(messages, turns, strict=True)):
         if turn.role == "system":
@@ -582,13 +589,6 @@ def mask_messages(
             message.masked = masked
         else:
             message["masked"] = masked
-
-
-def _without_mask(message: MessageLike) -> MessageLike:
-    """Return a mapping without the ``masked`` that an earlier strategy has set."""
-    if isinstance(message, Message):
-        return message
-    return {key: value for key, value in message.items() if key != "masked"}
 
 
 def validate_messages(messages: Sequence[MessageLike]) -> None:

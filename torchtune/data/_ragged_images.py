@@ -101,8 +101,11 @@ class ImageCache:
 
 def _content(image: Any) -> Iterator[bytes]:
     """Yield the bytes that identify an image: the contents of its file, or else its size and pixels."""
-    if isinstance(image, Mapping):
-        image = image["path"] if image.get("bytes") is None else image["bytes"]
+    if isinstance(image, Mapping):  # as the datasets package stores it
+        content = image.get("bytes")
+        if content is None:
+            content = image["path"]
+        image = content
     if isinstance(image, Video):
         for frame in image.frames:
             yield from _content(frame)
@@ -117,6 +120,7 @@ def _content(image: Any) -> Iterator[bytes]:
 
 
 def _checksum(features: Tensor) -> int:
+    """Return the CRC-32 of the values of a tensor on the host."""
     return zlib.crc32(features.view(torch.uint8).numpy())
 
 
@@ -257,6 +261,7 @@ class Images:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Images":
+        """Apply a function to all tensors, those of cached features included."""
         tensors = {name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         cached = []
         for image in self.cached:
@@ -330,7 +335,7 @@ def _positions(images: Images | None, length: int) -> Tensor:
     """Return positions ``[3, 1, length]`` of a document's tokens."""
     if images is None:
         return torch.arange(length).expand(3, 1, length)
-    computed = images.positions[:, :, :length]
+    computed = images.positions[:, :, :length]  # a row may have been cut, or followed by text
     following_text = torch.arange(computed.shape[2], length, device=computed.device) + images.offset
     return torch.cat([computed, following_text.expand(3, 1, -1)], dim=2)
 

@@ -93,7 +93,9 @@ class InputOutputToMessages(Transform):
         self.column_map = check_column_map(column_map, defaults, ("input", "output"))
         self.wants_image = column_map is not None and "image" in column_map
         self.new_system_prompt = new_system_prompt
-        self.image_dir = None if image_dir is None else Path(image_dir)
+        self.image_dir: Path | None = None
+        if image_dir is not None:
+            self.image_dir = Path(image_dir)
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,6 +114,7 @@ class InputOutputToMessages(Transform):
         return conversation.as_sample()
 
     def _question(self, sample: Mapping[str, Any], images: list[Any]) -> list[Message]:
+        """Return the turns of the question with the images of the row: one of a text, or those of a prompt."""
         name = self.column_map["input"]
         question = column(sample, name)
         if isinstance(question, str):
@@ -181,8 +184,9 @@ class AlpacaToMessages(Transform):
         input_text = ""
         if sample.get(name) is not None:
             input_text = text_column(sample, name)
-        # The layout without input has no line for it.
-        layout = self.template["prompt_input"] if input_text else self.template["prompt_no_input"]
+        layout = self.template["prompt_no_input"]
+        if input_text:
+            layout = self.template["prompt_input"]
         turns = [
             *_earlier_turns(sample.get("history")),
             Message(role="user", content=layout.format(instruction=instruction, input=input_text)),
@@ -247,6 +251,7 @@ class ChosenRejectedToMessages(Transform):
     ) -> None:
         defaults = {"chosen": "chosen", "rejected": "rejected"}
         column_map = dict(column_map or {})
+        # Apart from the answers: a row need not have it, and both answers share it.
         self._prompt = column_map.pop("prompt", "prompt")
         self.column_map = check_column_map(column_map or None, defaults, ("chosen", "rejected"))
         self.new_system_prompt = new_system_prompt
@@ -292,7 +297,7 @@ def turns_with_answer(
     if not answer or role_of(answer[0]) != "assistant":
         return with_images(answer, images)
     question = column(sample, prompt)
-    if prompt == "instruction":
+    if prompt == "instruction":  # the row is perhaps in Alpaca format, with a part of the question elsewhere
         for alpaca_column in ("input", "history"):
             if sample.get(alpaca_column):
                 raise DataError(
@@ -369,7 +374,9 @@ class ShareGPTToMessages(Transform):
         self.column_map = check_column_map(column_map, defaults, ("conversations",))
         self.wants_image = column_map is not None and "image" in column_map
         self.new_system_prompt = new_system_prompt
-        self.image_dir = None if image_dir is None else Path(image_dir)
+        self.image_dir: Path | None = None
+        if image_dir is not None:
+            self.image_dir = Path(image_dir)
         self.image_tag = image_tag
         self.masking_strategy = resolve_masking(train_on_input, masking_strategy)
 
@@ -405,6 +412,7 @@ class ShareGPTToMessages(Transform):
             raise DataError(f"{len(images)} image(s) have no place: each needs {placeholder}")
 
     def _with_images(self, content: str, images: list[Any]) -> list[dict[str, Any]]:
+        """Return the content items of a user turn: its images in the place of their tags, or before the text."""
         if self.image_tag is not None:
             return format_content_with_images(content, image_tag=self.image_tag, images=images)
         if images and "<image>" in content:

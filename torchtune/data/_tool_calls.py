@@ -34,6 +34,7 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 def _read_tool(tool: Any) -> Any:
+    """Return the definition of a tool in the form of chat APIs; a Python function is returned unchanged."""
     if isinstance(tool, str):
         tool = parse_json_text(tool, "a tool")
     if callable(tool):
@@ -74,6 +75,7 @@ def read_tool_calls(value: Any) -> list[dict[str, Any]]:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
+    """Return a tool call in the form of chat APIs, with its arguments as a mapping."""
     if isinstance(call, str):
         call = parse_json_text(call, "a tool call")
     if not isinstance(call, Mapping):
@@ -96,6 +98,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _read_arguments(name: str, arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call of the function ``name``, which may be JSON text."""
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if isinstance(arguments, str):
@@ -152,7 +155,9 @@ def parse_json_text(text: str, name: str) -> Any:
         check_surrogates(value)
         return value
     except json.JSONDecodeError as error:
-        verb = "is" if name.startswith("a ") else "are"
+        verb = "are"
+        if name.startswith("a "):
+            verb = "is"
         excerpt = text
         if len(text) > 60:
             excerpt = f"{text[:60]}…"

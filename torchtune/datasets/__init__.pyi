@@ -13,9 +13,7 @@ from ._classification import (
 from ._classification import ClassificationDataset as ClassificationDataset
 from ._classification import ClassificationTask as ClassificationTask
 from ._classification import classification_dataset as classification_dataset
-from ._embedding import EmbeddingDataset as EmbeddingDataset
-from ._embedding import embedding_dataset as embedding_dataset
-from ._file_formats import is_data_file
+from ._file_formats import is_data_file, numbered_lines, parse_json_line
 from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
 from ._fingerprint import Fingerprint
 from ._from_config import dataset_nodes as dataset_nodes
@@ -24,7 +22,6 @@ from ._from_config import instantiate_dataset as instantiate_dataset
 from ._from_config import is_mixture as is_mixture
 from ._from_config import mixed_dataset as mixed_dataset
 from ._from_config import mixture_examples as mixture_examples
-from ._lines import numbered_lines, parse_json_line
 from ._mixed import ConcatDataset as ConcatDataset
 from ._mixed import MixedDataset as MixedDataset
 from ._packed import PackedDataset as PackedDataset
@@ -42,8 +39,10 @@ from ._processes import workers
 from ._prompts import PromptDataset as PromptDataset
 from ._prompts import prompt_dataset as prompt_dataset
 from ._prompts import reasoning_gym_dataset as reasoning_gym_dataset
-from ._reranking import RerankingDataset as RerankingDataset
-from ._reranking import reranking_dataset as reranking_dataset
+from ._retrieval import EmbeddingDataset as EmbeddingDataset
+from ._retrieval import RerankingDataset as RerankingDataset
+from ._retrieval import embedding_dataset as embedding_dataset
+from ._retrieval import reranking_dataset as reranking_dataset
 from ._row_cache import cache_path, preparing
 from ._row_formats import RowFormat, chat_format, column_map, format_of, readings_of
 from ._row_images import content_of, size_of
@@ -52,13 +51,13 @@ from ._row_source import Source as Source
 from ._row_source import load_rows, without_waiting_for_the_hub
 from ._sft import SFTDataset as SFTDataset
 from ._sft import SFTTransform as SFTTransform
-from ._sft_builders import alpaca_cleaned_dataset as alpaca_cleaned_dataset
-from ._sft_builders import alpaca_dataset as alpaca_dataset
-from ._sft_builders import chat_dataset as chat_dataset
-from ._sft_builders import grammar_dataset as grammar_dataset
-from ._sft_builders import instruct_dataset as instruct_dataset
-from ._sft_builders import samsum_dataset as samsum_dataset
-from ._sft_builders import slimorca_dataset as slimorca_dataset
+from ._sft import alpaca_cleaned_dataset as alpaca_cleaned_dataset
+from ._sft import alpaca_dataset as alpaca_dataset
+from ._sft import chat_dataset as chat_dataset
+from ._sft import grammar_dataset as grammar_dataset
+from ._sft import instruct_dataset as instruct_dataset
+from ._sft import samsum_dataset as samsum_dataset
+from ._sft import slimorca_dataset as slimorca_dataset
 from ._shards import Shard, ShardWritten, merge_shards, preparing_shard, write_manifest
 from ._shared_rows import count_shared_rows as count_shared_rows
 from ._shared_rows import explain_shared_rows as explain_shared_rows

@@ -47,20 +47,24 @@ class BadRows:
         """Raise :class:`DataError` if any row was recorded and is not skipped."""
         if not self.reasons or self._skips:
             return
+        remarks = ""
         first, _ = self.reasons[0]
         location = location_of(self._rows, first)
-        line = f" (row {first} is {location})" if location else ""
-        end = " (looked no further)" if len(self.reasons) == _MOST else ""
+        if location:
+            remarks = f" (row {first} is {location})"
+        if len(self.reasons) == _MOST:
+            remarks += " (looked no further)"
         raise DataError(
-            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{line}"
-            f"{end}; {self._advise_dataset()}correct them or leave them out with {self._way_out}."
+            f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{remarks}; "
+            f"{self._advise_dataset()}correct them or leave them out with {self._way_out}."
         )
 
     def _advise_dataset(self) -> str:
         """Return the advice to use another dataset, if all rows so far are of a format that this one does not read."""
-        count = len(self.reasons)
-        are_all = [row for row, _ in self.reasons] == list(range(count)) and count >= min(len(self._rows), _MOST)
-        if not self._formats or not are_all:
+        bad_rows = [row for row, _ in self.reasons]
+        first_rows = list(range(min(len(self._rows), _MOST)))
+        # A row between good ones is a mistake in the data, not in the choice of the dataset.
+        if not self._formats or bad_rows != first_rows:
             return ""
         try:
             row = self._rows[0]
@@ -81,12 +85,17 @@ def _by_reason(reasons: Sequence[tuple[int, str]]) -> str:
         rows_of.setdefault(reason.rstrip("."), []).append(row)
     parts = []
     for reason, rows in rows_of.items():
+        unit = "row"
+        if len(rows) > 1:
+            unit = "rows"
         numbers = ", ".join(map(str, rows[:_MOST]))
         if len(rows) > _MOST:
             numbers += f" and {len(rows) - _MOST:,} more"
-        parts.append(f"{'rows' if len(rows) > 1 else 'row'} {numbers}: {reason}")
+        parts.append(f"{unit} {numbers}: {reason}")
     text = "; ".join(parts[:_MOST])
-    return f"{text}; and so on" if len(parts) > _MOST else text
+    if len(parts) > _MOST:
+        text += "; and so on"
+    return text
 
 
 # Lines of each file of skipped rows: a process may execute several runs.
@@ -94,8 +103,11 @@ _listed: dict[Path | None, set[str]] = {}
 
 
 def _skipped_rows_path() -> Path | None:
+    """Return the path of the list of skipped rows; None outside a run."""
     log = run_log_path(0)
-    return None if log is None else log.parent.parent / "skipped_rows.jsonl"
+    if log is None:
+        return None
+    return log.parent.parent / "skipped_rows.jsonl"
 
 
 def num_left_out() -> int:
@@ -115,15 +127,18 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     path = _skipped_rows_path()
     listed = _listed.setdefault(path, set())
     lines = [json.dumps({**origin, "reason": reason}) for origin, reason in rows]
-    new = [line for line in dict.fromkeys(lines) if line not in listed]
-    listed.update(new)
-    if path is None or get_rank() != 0:
-        return str(path or "")
-    with suppress(OSError):  # the file cannot be read
-        written = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
-        new = [line for line in new if line not in written]
-    if new:
-        append_line(path, "\n".join(new))
+    new_lines = [line for line in dict.fromkeys(lines) if line not in listed]
+    listed.update(new_lines)
+    if path is None:
+        return ""
+    if get_rank() != 0:  # all ranks count the rows, and one lists them
+        return str(path)
+    # The file has the rows that the run listed before it was resumed.
+    with suppress(OSError):  # it cannot be read, or does not exist yet
+        written_lines = set(path.read_text(encoding="utf-8").splitlines())
+        new_lines = [line for line in new_lines if line not in written_lines]
+    if new_lines:
+        append_line(path, "\n".join(new_lines))
     return str(path)
 
 
@@ -142,9 +157,10 @@ def report_left_out(reasons: Sequence[tuple[int, str]], source: str, total: int,
     if not reasons:
         return
     path = list_left_out([({"source": source, "row": row}, reason) for row, reason in reasons])
-    listed = f", all of them in {path}" if path else ""
-    message = f"{len(reasons):,} of {total:,} rows of {source} are left out ({_by_reason(reasons)}){listed}."
-    log_rank_zero(get_logger(), message, logging.WARNING)
+    message = f"{len(reasons):,} of {total:,} rows of {source} are left out ({_by_reason(reasons)})"
+    if path:
+        message += f", all of them in {path}"
+    log_rank_zero(get_logger(), f"{message}.", logging.WARNING)
     if num_left == 0:
         raise DataError(f"{source}: no row is left that can be trained on.")
 

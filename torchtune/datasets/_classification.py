@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, truncate, warn_of_row_weight
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, kind_of, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_formats import LABELED_TEXTS
+from torchtune.datasets._row_formats import KINDS, LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
@@ -48,7 +48,9 @@ class ClassificationTask:
     @property
     def num_outputs(self) -> int:
         """Number of outputs of the model: of classes, or 1 for a regression."""
-        return 1 if self.problem_type == REGRESSION else len(self.class_names)
+        if self.problem_type == REGRESSION:
+            return 1
+        return len(self.class_names)
 
     def target(self, value: LabelValue) -> tuple[float, ...]:
         """Return the target of a label: the index of its class, a 0 or 1 for each class, or a number.
@@ -66,8 +68,10 @@ class ClassificationTask:
             return (float(self._index(value)),)
         if not isinstance(value, list):
             raise DataError(f"the label {value!r} is not a list, but the rows have lists of classes")
-        indices = {self._index(item) for item in value}
-        return tuple(float(index in indices) for index in range(len(self.class_names)))
+        target = [0.0] * len(self.class_names)
+        for item in value:
+            target[self._index(item)] = 1.0
+        return tuple(target)
 
     def _index(self, value: Any) -> int:
         name = class_name(value)
@@ -78,13 +82,17 @@ class ClassificationTask:
 
 def class_name(value: Any) -> str:
     """Return the name of a class, which a row or a setting writes as a text, a whole number or a bool."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):  # as JSON and YAML write it
+        return str(value).lower()
+    return str(value)
 
 
 def describe_names(names: Sequence[str]) -> str:
     """Return up to ten names for a message."""
     text = ", ".join(names[:10])
-    return f"{text}, … ({len(names):,})" if len(names) > 10 else text
+    if len(names) > 10:
+        text += f", … ({len(names):,})"
+    return text
 
 
 def _number_in_text(value: LabelValue) -> LabelValue:
@@ -95,16 +103,9 @@ def _number_in_text(value: LabelValue) -> LabelValue:
         number = float(value)
     except ValueError:
         return value
-    return number if math.isfinite(number) else value
-
-
-def _label_kind(value: LabelValue) -> str:
-    """Return ``texts``, ``whole numbers``, ``numbers`` or ``lists``."""
-    if isinstance(value, list):
-        return "lists"
-    if isinstance(value, str):
-        return "texts"
-    return "numbers" if isinstance(value, float) else "whole numbers"
+    if not math.isfinite(number):  # "nan" and "inf" are texts
+        return value
+    return number
 
 
 def problem_type_of(values: Sequence[LabelValue]) -> ProblemType:
@@ -113,25 +114,42 @@ def problem_type_of(values: Sequence[LabelValue]) -> ProblemType:
     Raises:
         DataError: the labels are of different kinds.
     """
-    examples = {}  # kind -> a label
+    examples: dict[str, LabelValue] = {}  # kind -> a label
     for value in values:
-        examples.setdefault(_label_kind(value), value)
-    if examples.keys() <= {"numbers", "whole numbers"}:
-        return REGRESSION if "numbers" in examples else SINGLE_LABEL
+        kind = "whole numbers"  # also bools
+        if isinstance(value, list):
+            kind = "lists"
+        elif isinstance(value, str):
+            kind = "texts"
+        elif isinstance(value, float):
+            kind = "numbers"
+        examples.setdefault(kind, value)
+    # Of a column with fractions, some values may be whole: {0.5, 1} are numbers.
+    is_regression = "numbers" in examples and examples.keys() <= {"numbers", "whole numbers"}
+    if is_regression:
+        return REGRESSION
     if len(examples) > 1:
         described = " and ".join(f"{kind} (such as {value!r})" for kind, value in examples.items())
         raise DataError(f"the labels are of mixed types, {described}: write all labels as one of them")
-    return MULTI_LABEL if "lists" in examples else SINGLE_LABEL
+    if "lists" in examples:
+        return MULTI_LABEL
+    return SINGLE_LABEL
 
 
 def class_counts(values: Sequence[LabelValue]) -> dict[str, int]:
     """Count the rows of each class, whole numbers in their order, other classes by name."""
     counts: Counter[Any] = Counter()
     for value in values:
-        counts.update(value if isinstance(value, list) else [value])
+        if isinstance(value, list):
+            counts.update(value)
+        else:
+            counts[value] += 1
     are_numbers = all(isinstance(value, int) for value in counts)
-    ordered = sorted(counts) if are_numbers else sorted(counts, key=class_name)
-    return {class_name(value): counts[value] for value in ordered}
+    if are_numbers:
+        classes = sorted(counts)  # 10 after 9
+    else:
+        classes = sorted(counts, key=class_name)
+    return {class_name(value): counts[value] for value in classes}
 
 
 def describe_labels(task: ClassificationTask, values: Sequence[LabelValue]) -> str:
@@ -189,21 +207,26 @@ class ClassificationTransform:
         elif isinstance(text, list) and text:
             tokens, _ = self._tokenizer.tokenize_messages(as_messages(text))
         else:
-            kind = "nothing" if text is None else type(text).__name__
-            raise DataError(f"column '{self._text_column}' holds {kind}, not a text or a list of messages")
+            raise DataError(f"column '{self._text_column}' holds {kind_of(text)}, not a text or a list of messages")
         tokens = [int(token) for token in tokens]
-        return tokens if self.limit is None else truncate(tokens, self.limit)
+        if self.limit is None:
+            return tokens
+        return truncate(tokens, self.limit)
 
     def _label(self, row: Mapping[str, Any]) -> LabelValue:
         value = _column(row, "label_column", self._label_column)
         if isinstance(value, np.ndarray | tuple):
             value = list(value)
-        items = value if isinstance(value, list) else [value]
+        items = [value]
+        if isinstance(value, list):
+            items = value
         for item in items:
             if not isinstance(item, str | int | float) or (isinstance(item, float) and not math.isfinite(item)):
-                kind = "nothing" if item is None else f"{item!r:.40}"
+                described = "nothing"
+                if item is not None:
+                    described = f"{item!r:.40}"
                 raise DataError(
-                    f"column '{self._label_column}' holds {kind}, not a class, a list of classes or a number"
+                    f"column '{self._label_column}' holds {described}, not a class, a list of classes or a number"
                 )
             if isinstance(item, float) and isinstance(value, list):
                 raise DataError(f"column '{self._label_column}' is a list with {item!r}, which names no class")
@@ -281,7 +304,7 @@ class ClassificationDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=(LABELED_TEXTS, "OpenAI messages", "ShareGPT"),
+            formats=(LABELED_TEXTS, *KINDS.values()),
         )
         self.values: list[LabelValue] = list(rows.notes)
         super().__init__(row_source, rows, limit=transform.limit)
@@ -294,6 +317,7 @@ class ClassificationDataset(TokenizedDataset):
             raise DataError(f"{self.source}, {error}: add it to labels, or correct the row.") from error
 
     def _make_task(self, labels: Sequence[Any] | None, problem_type: ProblemType | None) -> ClassificationTask:
+        """Return the task of the dataset; of a regression, also read labels that are texts as numbers."""
         try:
             problem_type = problem_type or problem_type_of(self.values)
         except DataError as error:
@@ -303,7 +327,10 @@ class ClassificationDataset(TokenizedDataset):
             if labels is not None:
                 raise DataError(f"{self.source}: labels names classes, but a regression has none: leave it out.")
             return ClassificationTask(REGRESSION)
-        names = tuple(self.counts) if labels is None else tuple(class_name(label) for label in labels)
+        if labels is None:
+            names = tuple(self.counts)
+        else:
+            names = tuple(class_name(label) for label in labels)
         duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise DataError(f"{self.source}: labels has '{duplicates[0]}' twice: name each class once.")
@@ -415,7 +442,9 @@ def classification_dataset(
         >>> [row["labels"][-1] for row in data]
         [0, 1]
     """
-    length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    length = None
+    if packed:  # fails before the rows are tokenized
+        length = max_seq_len or pack_length(tokenizer)
     dataset = ClassificationDataset(
         tokenizer=tokenizer,
         source=source,
@@ -429,4 +458,6 @@ def classification_dataset(
         split=split,
         **load_dataset_kwargs,
     )
-    return dataset if length is None else PackedDataset(dataset, max_seq_len=length)
+    if length is None:
+        return dataset
+    return PackedDataset(dataset, max_seq_len=length)

@@ -1,30 +1,183 @@
 """Division of local files into rows, and decoding of their columns: JSON, tables (CSV, TSV) and plain text.
 
-Every command and every stream reads such a file here, so that all of them read the same values. The ``datasets``
-package infers a type for each column instead: in a table the text ``2`` becomes a number and ``NA`` nothing, and in
-JSON a mapping gets the keys of all other rows.
+Files may be compressed; their content decides, not their name. Every command and every stream reads such a file here,
+so that all of them read the same values. The ``datasets`` package infers a type for each column instead: in a table the
+text ``2`` becomes a number and ``NA`` nothing, and in JSON a mapping gets the keys of all other rows.
 """
 
+import bz2
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 from torchtune.data import DataError
-from torchtune.datasets._lines import (
-    decode_line,
-    decode_utf8,
-    numbered_lines,
-    open_lines,
-    packed_by,
-    parse_json_line,
-    unpacking,
-)
-from torchtune.utils import UserError
+from torchtune.utils import UserError, check_surrogates, require
+
+# First bytes of a compressed file -> name of the format.
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """Open a file of lines, and decompress it if its content is gzip, bzip2, xz or zstd; its name does not matter.
+
+    Raises:
+        UserError: the file is packed by zstd, and the package zstandard is not installed.
+    """
+    packed = packed_by(path)
+    if packed == "gzip":
+        return cast(IO[bytes], gzip.open(path))
+    if packed == "bzip2":
+        return cast(IO[bytes], bz2.open(path))
+    if packed == "xz":
+        return cast(IO[bytes], lzma.open(path))
+    if packed == "zstd":
+        zstandard = require("zstandard", extra="zstd", purpose=f"{path}, which is packed by zstd,")
+        return io.BufferedReader(_ZstdReader(path.open("rb"), zstandard.ZstdDecompressor().decompressobj))
+    return path.open("rb")
+
+
+class _ZstdReader(io.RawIOBase):
+    """Reader of a file of zstd frames. The reader of zstandard ends without an error where a file was cut off.
+
+    Args:
+        file: the compressed file.
+        decompressor: returns a decompressor of one frame.
+    """
+
+    def __init__(self, file: IO[bytes], decompressor: Callable[[], Any]) -> None:
+        self._file = file
+        self._decompressor = decompressor
+        self._frame: Any = None  # decompressor of the current frame; None between frames
+        self._next_frame = b""  # compressed bytes that were read beyond the last frame
+        self._decompressed = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read decompressed bytes; raise ``EOFError`` if the file ends inside a frame."""
+        while not self._decompressed:
+            compressed = self._next_frame or self._file.read(_CHUNK)
+            self._next_frame = b""
+            if not compressed:
+                if self._frame is not None:
+                    raise EOFError
+                return 0
+            if self._frame is None:
+                self._frame = self._decompressor()
+            self._decompressed = memoryview(self._frame.decompress(compressed))
+            if self._frame.eof:
+                self._next_frame = self._frame.unused_data
+                self._frame = None
+        count = min(len(buffer), len(self._decompressed))
+        buffer[:count] = self._decompressed[:count]
+        self._decompressed = self._decompressed[count:]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def packed_by(path: Path) -> str | None:
+    """Return what compressed a file, by its first bytes: gzip, bzip2, xz or zstd; None for another file."""
+    with path.open("rb") as file:
+        first_bytes = file.read(6)
+    for magic, name in _MAGIC.items():
+        if first_bytes.startswith(magic):
+            return name
+    return None
+
+
+@contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """Convert errors of a damaged compressed file inside the block to :class:`UserError`."""
+    try:
+        yield
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path} is a damaged {packed_by(path)} file: pack it again.") from error
+    except Exception as error:
+        # The error of zstandard is a class of that package; bz2 raises a plain OSError without a number.
+        is_damage = type(error).__name__ == "ZstdError" or (isinstance(error, OSError) and error.errno is None)
+        if not is_damage or packed_by(path) is None:
+            raise
+        raise UserError(f"{path} is a damaged {packed_by(path)} file: pack it again.") from error
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line) for each line that is not blank.
+
+    Raises:
+        UserError: a compressed file is damaged.
+    """
+    with open_lines(path) as file, unpacking(path):
+        for number, line in enumerate(file, 1):
+            if not line.isspace():
+                yield number, line
+
+
+def decode_line(line: bytes) -> str:
+    """Decode a line as UTF-8, without the line ending and a byte order mark.
+
+    Raises:
+        UserError: the line is not UTF-8; the message is only the reason.
+    """
+    return decode_utf8(line).rstrip("\r\n")
+
+
+def decode_utf8(text: bytes) -> str:
+    """Decode bytes of a file as UTF-8, without a byte order mark.
+
+    Raises:
+        UserError: they are not UTF-8; the message is only the reason.
+    """
+    try:
+        return text.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
+        raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
+
+
+def parse_json_line(line: bytes) -> Any:
+    """Parse a line, or the text of a whole file, as JSON.
+
+    Raises:
+        UserError: the line is not JSON; the message is only the reason.
+    """
+    text = decode_line(line)
+    try:
+        value = json.loads(text)
+        if _SURROGATE.search(line):
+            check_surrogates(value)
+        return value
+    except json.JSONDecodeError as error:
+        zero_byte = text.find("\0")
+        if zero_byte >= 0:
+            raise UserError(
+                f"a zero byte at column {zero_byte + 1}: the file was not written to its end, or is not UTF-8"
+            ) from error
+        position = f"column {error.colno}"
+        if error.lineno > 1:  # the text is a whole file
+            position = f"line {error.lineno}, {position}"
+        raise UserError(f"no JSON, {error.msg} at {position}") from error
+    except RecursionError as error:
+        raise UserError("it is nested too deeply") from error
+    except ValueError as error:  # an integer with more digits than Python parses
+        raise UserError(f"no JSON, {str(error).partition(';')[0]}") from error
+
 
 # File suffix -> loader of the datasets package.
 LOADERS = {
@@ -84,7 +237,11 @@ class FileFormat:
             file.seek(offset)
             return file
         with unpacking(Path(path)):
-            while offset > 0 and (skipped := file.read(min(offset, _CHUNK))):
+            # Bytes of a compressed file can only be skipped by decompressing them.
+            while offset > 0:
+                skipped = file.read(min(offset, _CHUNK))
+                if not skipped:
+                    break
                 offset -= len(skipped)
         return file
 
@@ -131,12 +288,20 @@ class JsonArray(JsonLines):
             rows = self._rows(text)
         except UserError as error:
             raise UserError(f"{path}: {error}; correct the file.") from error
+        # As lines, the rows have offsets, by which they are found again.
         lines = io.BytesIO("".join(f"{json.dumps(row)}\n" for row in rows).encode())
         lines.seek(offset)
         return lines
 
     def _rows(self, text: bytes) -> Sequence[Any]:
-        value = _parse_json(text)
+        """Return the rows of a whole file; raise :class:`UserError` with the reason if it holds no list of rows."""
+        try:
+            value = parse_json_line(text)
+        except UserError:
+            # Several objects, each over several lines, are rows as well.
+            value = _parse_json_values(decode_utf8(text))
+            if len(value) < 2:
+                raise
         if self.field is not None:
             if not isinstance(value, dict) or self.field not in value:
                 raise UserError(f"it holds no object with the key '{self.field}', which field names")
@@ -150,17 +315,6 @@ class JsonArray(JsonLines):
         if not isinstance(value, list):
             raise UserError(f"it holds one {type(value).__name__}, not a list of rows")
         return value
-
-
-def _parse_json(text: bytes) -> Any:
-    """Parse a file of one JSON value; several values, one after the other, become a list."""
-    try:
-        return parse_json_line(text)
-    except UserError:
-        values = _parse_json_values(decode_utf8(text))
-        if len(values) < 2:
-            raise
-        return values
 
 
 def _parse_json_values(text: str) -> list[Any]:
@@ -205,7 +359,7 @@ class Table(FileFormat):
 
     def divide(self, file: Iterable[bytes]) -> Iterator[tuple[bytes, int]]:
         """See :meth:`FileFormat.divide`; a record goes on behind a line break in quotes."""
-        lines: list[bytes] = []
+        lines: list[bytes] = []  # that the reader has taken for the current record
 
         def texts() -> Iterator[str]:
             for line in file:
@@ -216,7 +370,7 @@ class Table(FileFormat):
         reader = self._reader(texts())
         while True:
             try:
-                next(reader)
+                next(reader)  # only to know where the record ends: its cells are decoded when it is read
             except StopIteration:
                 break
             except csv.Error:
@@ -233,31 +387,40 @@ class Table(FileFormat):
         """Return the cells by column; raise :class:`UserError` if their number differs from the header's."""
         cells = self.cells(record)
         if len(cells) != len(self.names):
-            quotes = ": put texts with the delimiter in quotes" if len(cells) > len(self.names) else ""
-            raise UserError(f"it has {len(cells)} fields and the header has {len(self.names)}{quotes}")
+            problem = f"it has {len(cells)} fields and the header has {len(self.names)}"
+            if len(cells) > len(self.names):
+                problem += ": put texts with the delimiter in quotes"
+            raise UserError(problem)
         return dict(zip(self.names, cells, strict=True))
 
     def cells(self, record: bytes) -> list[str]:
         """Return the cells of a record; raise :class:`UserError` if it is broken."""
         if b"\0" in record:
             raise UserError("it has a zero byte: the file was not written to its end, or is not UTF-8")
-        try:
-            text = decode_utf8(record) if self.encoding is None else record.decode(self.encoding)
-        except UnicodeDecodeError as error:
-            raise UserError(f"byte {error.start + 1} is not {self.encoding}: correct the encoding") from error
+        if self.encoding is None:
+            text = decode_utf8(record)
+        else:
+            try:
+                text = record.decode(self.encoding)
+            except UnicodeDecodeError as error:
+                raise UserError(f"byte {error.start + 1} is not {self.encoding}: correct the encoding") from error
         try:
             # A newline is the only end of a line, as in `divide`; a carriage return in quotes stays.
             rows = list(self._reader(io.StringIO(text, newline="\n")))
         except csv.Error as error:
-            raise UserError(_explain(error)) from error
-        return next((row for row in rows if row), [])
+            raise UserError(_explain_csv_error(error)) from error
+        for row in rows:
+            if row:  # blank lines before the record belong to it
+                return row
+        return []
 
     def _reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        # Python's limit of 131,072 characters is for the whole process: another library may have set it back.
         csv.field_size_limit(_LONGEST_CELL)
         return csv.reader(lines, **self.dialect, strict=True)
 
 
-def _explain(error: csv.Error) -> str:
+def _explain_csv_error(error: csv.Error) -> str:
     """Return the reason why a record of a table is broken, for a user who sees the file."""
     message = str(error)
     if "unexpected end" in message:
@@ -300,11 +463,14 @@ def settings_of(loader: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None
         DataError: a table has a setting that is not known, or a value that is not possible.
     """
     settings = {name: value for name, value in kwargs.items() if value is not None and name not in _WITHOUT_EFFECT}
-    if loader == "text":
-        return None if settings else {}
+    if loader == "csv":
+        return _table_settings(settings)
+    supported = set()
     if loader == "json":
-        return None if settings.keys() - {"field"} else settings
-    return _table_settings(settings)
+        supported = {"field"}
+    if settings.keys() - supported:
+        return None
+    return settings
 
 
 # Settings of a table that are arguments of `csv.reader`, and all of them.
@@ -316,7 +482,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check the settings of a table; raise :class:`DataError` for an unknown one or an impossible value."""
     settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
     for name, value in _ALWAYS_SET.items():
-        if str(settings.get(name)) == str(value):
+        if str(settings.get(name)) == str(value):  # a command line may hand over "False"
             del settings[name]
     for name in settings:
         if name not in _TABLE_SETTINGS:
@@ -346,24 +512,21 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(skiprows, int) or isinstance(skiprows, bool) or skiprows < 0:
         raise DataError(f"skiprows must be the number of lines before the table, not {skiprows!r}.")
     encoding = settings.pop("encoding", "utf-8")
-    if encoding.lower() not in ("utf-8", "utf8", "utf-8-sig"):
-        _check_encoding(encoding)
-        settings["encoding"] = encoding
-    return settings
+    if encoding.lower() in ("utf-8", "utf8", "utf-8-sig"):
+        return settings
+    # Records are found by the bytes of line ends, delimiters and quotes, which other encodings than UTF-16 share.
+    try:
+        has_ascii_bytes = 'a,"\n'.encode(encoding) == b'a,"\n'
+    except LookupError as error:
+        raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
+    if not has_ascii_bytes:
+        raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
+    return {**settings, "encoding": encoding}
 
 
 _OTHER_NAMES = {"sep": "delimiter", "names": "column_names"}
 # Settings that change nothing with these values, because every cell is a text.
 _ALWAYS_SET = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
-
-
-def _check_encoding(encoding: str) -> None:
-    try:
-        is_possible = 'a,"\n'.encode(encoding) == b'a,"\n'
-    except LookupError as error:
-        raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
-    if not is_possible:
-        raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
 
 
 def _checked_names(names: list[str]) -> tuple[str, ...]:
@@ -414,16 +577,26 @@ def _has_json_lines(path: Path) -> bool:
         value = parse_json_line(first)
     except UserError:
         return False  # a value over several lines
-    return isinstance(value, dict) or (isinstance(value, list) and next(lines, None) is not None)
+    if isinstance(value, list):  # one line is the whole file; of several, each is a row, which is refused later
+        return next(lines, None) is not None
+    return isinstance(value, dict)
 
 
 def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
+    """Return the format of a table: its dialect, the names of its columns, and where its first row begins."""
     dialect = {name: settings[name] for name in _DIALECT if name in settings}
-    dialect.setdefault("delimiter", "\t" if suffix_of(path) == ".tsv" else ",")
+    if "delimiter" not in dialect:
+        dialect["delimiter"] = ","
+        if suffix_of(path) == ".tsv":
+            dialect["delimiter"] = "\t"
     table = Table(dialect=dialect, encoding=settings.get("encoding"))
     names = settings.get("column_names")
     has_header = names is None or "header" in settings
-    offset = _length_of_mark(table, path)
+    offset = 0
+    with table.open(path) as file, unpacking(Path(path)):
+        # Without the byte order mark, a quotation mark behind it still begins a cell.
+        if file.read(len(_BOM)) == _BOM:
+            offset = len(_BOM)
     num_lines = 0  # before the first row
     with table.open(path, offset) as file, unpacking(Path(path)):
         for _ in range(settings.get("skiprows", 0)):
@@ -447,12 +620,6 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
         if names is None:
             names = header
     return Table(names or (), dialect, table.encoding, start=(offset, num_lines))
-
-
-def _length_of_mark(table: Table, path: str) -> int:
-    """Return the bytes of a byte order mark, behind which a quotation mark still begins a cell."""
-    with table.open(path) as file, unpacking(Path(path)):
-        return len(_BOM) if file.read(len(_BOM)) == _BOM else 0
 
 
 def _check_delimiter(line: str, header: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -482,7 +649,9 @@ def suffix_of(name: str) -> str:
     suffixes = [suffix.lower() for suffix in Path(name).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
-    return suffixes[-1] if suffixes else ""
+    if not suffixes:
+        return ""
+    return suffixes[-1]
 
 
 def numbered_records(path: str, format: FileFormat) -> Iterator[tuple[int, Line]]:

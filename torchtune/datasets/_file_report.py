@@ -114,6 +114,7 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
     """
     builder = row_format.builder
     settings = dict(row_format.settings)
+    # As the builder makes the transform of this row.
     options = {}
     if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
         options["new_system_prompt"] = chosen["new_system_prompt"]
@@ -130,12 +131,13 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
         return None
     try:
         sample = transform(column_map=columns or None, **options)(row)
-        messages = sample["messages"] if "messages" in sample else sample["chosen"]
+        # Of a pair, the chosen answer stands for both: the transform has compared their prompts.
+        messages = sample.get("messages", sample.get("chosen"))
         if builder != "preference_dataset" and not chosen.get("allow_any_order"):
             validate_messages(messages)
     except DataError as error:
         return str(error)
-    if all(turn.masked for turn in messages):
+    if all(turn.masked for turn in messages):  # the row would have no label
         if any(turn.role == "assistant" for turn in messages):
             return "the turns of the assistant say that they are not trained on: there is nothing to train on"
         return "no turn is the assistant's: there is nothing to train on"
@@ -145,9 +147,11 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
 def _has_empty_answer(row: Mapping[str, Any], row_format: RowFormat) -> bool:
     """Return whether an answer of a row that would be trained on says nothing."""
     columns = [column for name, column in row_format.settings if name in _ANSWER_SETTINGS]
+    if not columns:
+        columns = _ANSWERS.get(row_format.builder, [])
     turns = []
     try:
-        for column in columns or _ANSWERS.get(row_format.builder, []):
+        for column in columns:
             turns += as_messages(answer_turns(row, column))
     except DataError:
         return False  # a problem of its own
@@ -184,7 +188,10 @@ def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train")
     elif loader in ("arrow", "parquet"):
         if settings:
             raise UserError(f"{path}: {min(settings)} is not a setting of a file of this kind: leave it out.")
-        rows = _loaded_rows(path, {}) if loader == "arrow" else _parquet_rows(path)
+        if loader == "arrow":
+            rows = _loaded_rows(path, {})
+        else:
+            rows = _parquet_rows(path)
         yield from enumerate(rows, 1)
     else:
         format_settings = settings_of(loader, settings)
@@ -194,6 +201,7 @@ def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train")
 
 
 def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[Any]:
+    """Yield the rows that a dataset would load; images stay encoded, and lines of files undecoded."""
     from torchtune.datasets._file_rows import unparsed
     from torchtune.datasets._row_source import load_rows, without_added_nulls
 
@@ -201,11 +209,12 @@ def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") 
     if not hasattr(rows, "with_format"):
         yield from unparsed(rows)
         return
-    for batch in rows.with_format("arrow").iter(1000):  # images stay encoded
+    for batch in rows.with_format("arrow").iter(1000):
         yield from map(without_added_nulls, batch.to_pylist())
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file as they are read, without the copy that the ``datasets`` package makes."""
     import pyarrow
     import pyarrow.parquet
 
@@ -270,8 +279,9 @@ def scan(
             facts.problems.append((number, str(error)))
             continue
         key = _hash_of(columns, row_format)
-        if facts.hashes.setdefault(key, number) != number:
-            facts.copies.append((number, facts.hashes[key]))
+        first = facts.hashes.setdefault(key, number)
+        if first != number:
+            facts.copies.append((number, first))
         if everything or facts.rows <= SAMPLE:
             _inspect(facts, number, columns, row_format, chosen or {})
     if not facts.rows:
@@ -302,11 +312,11 @@ _ROW_NAMES = {"id", "_id", "idx", "index", "row", "row_id", "uid", "uuid", "unna
 def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
     """Return a hash of the columns that training reads; rows with equal hashes are duplicates."""
     if row_format.builder in _READ:
-        columns_of_settings = dict(row_format.settings).values()
-        names = {*columns_of_settings, *_READ[row_format.builder]} & row.keys()
+        names_in_settings = {column for _, column in row_format.settings}
+        names = names_in_settings | _READ[row_format.builder]
     else:  # rewards may read any column of a prompt
         names = {name for name in row if name.lower() not in _ROW_NAMES}
-    columns = {name: row[name] for name in names}
+    columns = {name: value for name, value in row.items() if name in names}
     return hash(json.dumps(columns, sort_keys=True, default=str))
 
 
@@ -334,8 +344,11 @@ def histogram(values: list[int], unit: str) -> str:
     """Return a text histogram with about ten bins of a round width; the last bin is open."""
     ordered = sorted(values)
     # Bins end at the 98th percentile, so that a few long rows do not make them wide.
-    top = ordered[min(len(ordered) - 1, int(0.98 * len(ordered)))]
-    magnitude = 10 ** max(len(str(max(top // 10, 1))) - 1, 0)
+    percentile = min(len(ordered) - 1, int(0.98 * len(ordered)))
+    top = ordered[percentile]
+    # The width is 1, 2 or 5 times a power of ten: the first with which ten bins reach the top.
+    num_digits = len(str(max(top // 10, 1)))
+    magnitude = 10 ** (num_digits - 1)
     width = next(factor * magnitude for factor in (1, 2, 5, 10, 20) if factor * magnitude * 10 > top)
     last = top // width + 1  # the open bin
     counts = Counter(min(value // width, last) for value in values)
@@ -399,7 +412,14 @@ def report(facts: FileFacts) -> list[str]:
             f"empty       {len(facts.empty):,} rows have an answer that says nothing, the first in line "
             f"{facts.empty[0]}: they are refused, unless allow_empty_answers=true"
         )
-    lines.append(f"duplicates  {_copies(facts)}")
+    if facts.copies:
+        number, first = facts.copies[0]
+        lines.append(
+            f"duplicates  {len(facts.copies):,} rows are the same as an earlier one, the first in line {number} (as "
+            f"line {first})"
+        )
+    else:
+        lines.append("duplicates  none: no row is the same as another")
     for number, reason in facts.problems[:10]:
         lines.append(f"error       {facts.path}:{number}: {reason}")
     if len(facts.problems) > 10:
@@ -407,13 +427,6 @@ def report(facts: FileFacts) -> list[str]:
     if facts.characters:
         lines.append(histogram(facts.characters, "characters per row"))
     return lines
-
-
-def _copies(facts: FileFacts) -> str:
-    if not facts.copies:
-        return "none: no row is the same as another"
-    number, first = facts.copies[0]
-    return f"{len(facts.copies):,} rows are the same as an earlier one, the first in line {number} (as line {first})"
 
 
 def shared_rows(train: FileFacts, held_out: FileFacts) -> str:

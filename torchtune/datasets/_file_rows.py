@@ -16,8 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from torchtune.data import DataError
-from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, parsed
-from torchtune.datasets._lines import packed_by, unpacking
+from torchtune.datasets._file_formats import FileFormat, JsonArray, Line, packed_by, parsed, unpacking
 from torchtune.datasets._row_cache import cache_folder
 from torchtune.utils import UserError
 
@@ -68,8 +67,16 @@ class FileRows:
 
     def filter(self, keep: Callable[[Mapping[str, Any], int], bool]) -> "FileRows":
         """Return the rows for which ``keep(row, number)`` is true, and broken rows, which are reported when read."""
-        numbers = [number for number, line in enumerate(self.lines()) if _keeps(keep, line, number)]
-        return self.select(np.array(numbers, np.int64))
+        kept_rows = []
+        for number, line in enumerate(self.lines()):
+            try:
+                row = parsed(line)
+            except DataError:
+                kept_rows.append(number)
+                continue
+            if keep(row, number):
+                kept_rows.append(number)
+        return self.select(np.array(kept_rows, np.int64))
 
     def lines(self) -> Iterator[Line]:
         """Yield the undecoded records of the rows."""
@@ -85,6 +92,7 @@ class FileRows:
         return self._files[number].location(chosen - self._firsts[number])
 
     def _file_of(self, number: int) -> int:
+        """Return the index of the file of a row, by the row's number in all files."""
         return bisect_right(self._firsts, number) - 1
 
 
@@ -100,11 +108,11 @@ class _IndexedFile:
         self.format = format
         self._copy: int | None = None  # descriptor of the temporary file
         try:
+            # Bytes of such a file cannot be found by an offset, so that it is written out first.
             if isinstance(format, JsonArray) or packed_by(Path(path)) is not None:
                 self._copy = _unpacked(path, format)
                 weakref.finalize(self, os.close, self._copy)
-            with self._open() as file:
-                self.starts = self._find_starts(file)
+            self.starts = self._find_starts()
         except OSError as error:
             raise DataError(f"{path} cannot be read ({error.strerror}): correct the path or its rights.") from error
         except DataError:
@@ -117,14 +125,16 @@ class _IndexedFile:
             return open(self.path, "rb")
         return os.fdopen(os.dup(self._copy), "rb")
 
-    def _find_starts(self, file: IO[bytes]) -> array:
+    def _find_starts(self) -> array:
+        """Read the file once, and return the offset of each row and of the end."""
         offset = self.format.start[0]
-        file.seek(offset)
-        starts = array("q")
-        for record, _ in self.format.divide(file):
-            if not self.format.is_blank(record):
-                starts.append(offset)
-            offset += len(record)
+        starts = array("q")  # 8 bytes per row, which a list of integers takes five times
+        with self._open() as file:
+            file.seek(offset)
+            for record, _ in self.format.divide(file):
+                if not self.format.is_blank(record):
+                    starts.append(offset)
+                offset += len(record)
         starts.append(offset)
         return starts
 
@@ -145,6 +155,7 @@ class _IndexedFile:
 
     def location(self, row: int) -> str:
         """Return the path, and the line or row, of a row."""
+        # Lines are counted when they are asked for: their numbers would double the memory of the index.
         number = 1
         offset = 0
         start = self.starts[row]
@@ -175,15 +186,7 @@ def _unpacked(path: str, format: FileFormat) -> int:
         with format.open(path) as file, unpacking(Path(path)):
             shutil.copyfileobj(file, copy, _CHUNK)
         copy.flush()
-        return os.dup(copy.fileno())
-
-
-def _keeps(keep: Callable[[Mapping[str, Any], int], bool], line: Line, number: int) -> bool:
-    try:
-        row = parsed(line)
-    except DataError:
-        return True
-    return bool(keep(row, number))
+        return os.dup(copy.fileno())  # the file lives until its last descriptor is closed
 
 
 def refuse_shrunk(path: str, before: int, now: int) -> None:
@@ -196,12 +199,16 @@ def refuse_shrunk(path: str, before: int, now: int) -> None:
 
 def unparsed(rows: Any) -> Iterable[Any]:
     """Return an iterable of rows; records of files are undecoded, so that a broken one does not end the iteration."""
-    return rows.lines() if isinstance(rows, FileRows) else rows
+    if isinstance(rows, FileRows):
+        return rows.lines()
+    return rows
 
 
 def location_of(rows: Any, index: int) -> str:
     """Return the file and line of a row, for messages; empty for rows that are not those of files."""
-    return rows.location(index) if isinstance(rows, FileRows) else ""
+    if isinstance(rows, FileRows):
+        return rows.location(index)
+    return ""
 
 
 def matching(names: Sequence[str]) -> list[str]:

@@ -42,9 +42,11 @@ class Fingerprint:
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
         self._known: dict[int, tuple[Any, str]] = {}  # keeps the objects alive, so that their ids stay unique
         self.parts: dict[str, str] = {}
-        self.is_exact = self.is_shared = True
-        for name, value in (values or {}).items():
-            self.add(name, value)
+        self.is_exact = True
+        self.is_shared = True
+        if values is not None:
+            for name, value in values.items():
+                self.add(name, value)
 
     @classmethod
     def from_made_of(cls, made_of: Mapping[str, str]) -> "Fingerprint":
@@ -65,7 +67,10 @@ class Fingerprint:
 
     def text_of(self, name: str) -> str:
         """Return the SHA-256 of the parts of the value that was added under a name."""
-        parts = {key: part for key, part in self.parts.items() if key.partition(".")[0] == name}
+        parts = {}
+        for key, part in self.parts.items():
+            if key == name or key.startswith(f"{name}."):  # an attribute of the value
+                parts[key] = part
         return _digest(json.dumps(parts))
 
     def add(self, name: str, value: Any) -> None:
@@ -85,14 +90,19 @@ class Fingerprint:
 
     def _add_part(self, name: str, value: Any) -> None:
         text = self._text(value)  # also finds out whether the fingerprint stays exact
+        # A short value stays readable, so that a message can say what it was.
         is_short = value is None or (isinstance(value, bool | int | float | str) and len(repr(value)) < 64)
-        self.parts[name] = repr(value) if is_short else _digest(text)
+        if is_short:
+            self.parts[name] = repr(value)
+        else:
+            self.parts[name] = _digest(text)
 
     def differences(self, then: Mapping[str, str]) -> list[str]:
         """Return descriptions of the differences from another fingerprint's :attr:`made_of`."""
         return differences_of(self.made_of, then)
 
     def _text(self, value: Any) -> str:
+        """Return a value as JSON, in which a digest stands for each object; empty if it cannot be written."""
         try:
             return json.dumps(value, default=self._digest_of, sort_keys=True)
         except (TypeError, ValueError, RecursionError):  # keys that are not strings, recursive data
@@ -100,13 +110,21 @@ class Fingerprint:
             return ""
 
     def _digest_of(self, value: Any) -> str:
+        """Return the digest of an object that JSON does not know; each object is digested once."""
         if id(value) not in self._known:
             self._known[id(value)] = (value, f"object {len(self._known)}")  # for recursive references
             self._known[id(value)] = (value, _digest(self._text(self._as_plain(value))))
         return self._known[id(value)][1]
 
     def _as_plain(self, value: Any) -> Any:
-        kind = value if isinstance(value, FunctionType | type) else type(value)
+        """Return the parts of an object that determine what it does, for :meth:`_text`.
+
+        The order of the cases matters: a mapping or a partial of another package is plain data, and an object that
+        states its ``fingerprint`` is believed.
+        """
+        kind = type(value)
+        if isinstance(value, FunctionType | type):
+            kind = value
         name = f"{kind.__module__}.{kind.__qualname__}"  # the module of code run by exec may be None
         if isinstance(value, Mapping):
             return dict(value)
@@ -126,13 +144,16 @@ class Fingerprint:
             return [name, value.fingerprint]
         if kind is not value and name.partition(".")[0] in _PICKLED:
             return [name, pickle.dumps(value)]
-        if not _is_own(kind) or "<" in kind.__qualname__:
+        if not _is_own(kind) or "<" in kind.__qualname__:  # the code of a lambda or a local function is not known
             self.is_exact = False
             return name
-        if kind is value:
+        if kind is value:  # a function or class of this library, whose code is in `code_digest`
             return name
-        parts = value.fingerprint_parts() if hasattr(value, "fingerprint_parts") else vars(value)
-        self.is_exact = self.is_exact and parts is not None
+        if not hasattr(value, "fingerprint_parts"):
+            return [name, vars(value)]
+        parts = value.fingerprint_parts()
+        if parts is None:
+            self.is_exact = False
         return [name, parts]
 
     def add_files(self, name: str, settings: Any, patterns: Iterable[str]) -> None:
@@ -143,15 +164,16 @@ class Fingerprint:
         """
         files: list[tuple[str, Path]] = []  # (what counts of the name, path)
         for pattern in patterns:
-            for path in map(Path, sorted(glob.glob(pattern, recursive=True)) or [pattern]):
+            matches = sorted(glob.glob(pattern, recursive=True)) or [pattern]
+            for path in map(Path, matches):
                 if not path.is_dir():
                     files.append((path.suffix, path))  # a renamed file has the same rows
                     continue
                 for file in sorted(path.rglob("*")):
-                    if file.is_file():
+                    if file.is_file():  # the name in a folder may be that of a split
                         files.append((str(file.relative_to(path)), file))
-        is_small = sum(path.stat().st_size for _, path in files) <= _WHOLE
-        contents = [(file_name, _content(path, is_small)) for file_name, path in files]
+        total_size = sum(path.stat().st_size for _, path in files)
+        contents = [(file_name, _content(path, total_size <= _WHOLE)) for file_name, path in files]
         self.parts[name] = _digest(self._text([settings, contents]))
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -161,7 +183,8 @@ class Fingerprint:
             try:
                 digest.update(json.dumps(row).encode())
             except (TypeError, ValueError, RecursionError):
-                self.is_exact = self.is_shared = False
+                self.is_exact = False
+                self.is_shared = False
                 return
         self.parts[name] = digest.hexdigest()
 
@@ -174,8 +197,11 @@ def differences_of(now: Mapping[str, str], then: Mapping[str, str]) -> list[str]
         after = now.get(name)
         if before == after:
             continue
-        is_short = all(text is None or len(text) < 64 for text in (before, after))
-        differences.append(f"{name} (was {before}, now {after})" if is_short else name)
+        is_readable = all(text is None or len(text) < 64 for text in (before, after))  # digests have 64 digits
+        if is_readable:
+            differences.append(f"{name} (was {before}, now {after})")
+        else:
+            differences.append(name)
     return differences
 
 
@@ -184,6 +210,7 @@ def _digest(text: str) -> str:
 
 
 def _is_own(kind: Any) -> bool:
+    """Return whether a class or function is defined in this library."""
     return str(kind.__module__).split(".")[0] == torchtune.__name__
 
 

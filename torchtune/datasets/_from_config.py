@@ -54,7 +54,10 @@ def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None
         check_tokenizer(tokenizer, "vocab_size", reader="a recipe")
     if isinstance(dataset, Sequence) and not isinstance(dataset, Mapping | str):
         parts = [_instantiate_node(node, tokenizer) for node in dataset]
-        instantiated = parts[0] if len(parts) == 1 else ConcatDataset(parts)
+        if len(parts) == 1:
+            instantiated = parts[0]
+        else:  # also refuses an empty list
+            instantiated = ConcatDataset(parts)
     else:
         instantiated = _instantiate_node(dataset, tokenizer)
     if longest is not None:
@@ -63,6 +66,7 @@ def instantiate_dataset(dataset: Any, tokenizer: Any, longest: int | None = None
 
 
 def _instantiate_node(node: Any, tokenizer: Any) -> ExampleDataset:
+    """Instantiate one dataset; one from outside this library is checked when it is read."""
     dataset = config.instantiate(node, tokenizer)
     if isinstance(dataset, ExampleDataset):
         return dataset
@@ -122,7 +126,10 @@ class CheckedDataset(WrappedDataset):
         return example
 
     def _check_labels(self) -> None:
-        """Raise if the first examples have no labels, or every label is the token at its own position."""
+        """Raise if the first examples have no labels, or every label is the token at its own position.
+
+        The search ends at the first label that is another token than that at its position, mostly in the first example.
+        """
         tokens: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []
         num_searched = min(self._length, _NUM_SEARCHED)
@@ -140,9 +147,11 @@ class CheckedDataset(WrappedDataset):
                 f"dataset: {self.name} has no label in its first {num_searched:,} examples: labels[i] is the token to "
                 f"predict at position i, and {CROSS_ENTROPY_IGNORE_IDX} where none is."
             )
-        check_shifted(torch.cat(tokens), torch.cat(labels), [len(row) for row in tokens], self.name)
+        lengths = [len(row) for row in tokens]
+        check_shifted(torch.cat(tokens), torch.cat(labels), lengths, self.name)
 
     def _check(self, document: Any) -> None:
+        """Raise :class:`DataError` with the reason if a document cannot be trained on."""
         if not isinstance(document, Mapping):
             raise DataError(f"it is {type(document).__name__}, not a mapping with 'tokens' and 'labels'")
         for key in ("tokens", "labels"):
@@ -160,7 +169,10 @@ class CheckedDataset(WrappedDataset):
 
 
 def _documents_of(example: Any) -> list[Any]:
-    return example if isinstance(example, list) and example else [example]
+    """Return the documents of a pack, or an example alone; an empty list is an example, which is refused."""
+    if isinstance(example, list) and example:
+        return example
+    return [example]
 
 
 def dataset_nodes(dataset: Any) -> list[Any]:
@@ -244,7 +256,10 @@ def mixed_dataset(
     mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
     parts = {}
     for name, node in datasets.items():
-        parts[name] = instantiate_dataset(node, tokenizer) if isinstance(node, Mapping) else as_example_dataset(node)
+        if isinstance(node, Mapping):
+            parts[name] = instantiate_dataset(node, tokenizer)
+        else:
+            parts[name] = as_example_dataset(node)
     if not any(dataset.is_stream for dataset in parts.values()):
         return MixedDataset(parts, weights, temperature, stop)
     if stop != "repeat":
@@ -267,13 +282,17 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
         >>> collate([{"tokens": [1, 2], "labels": [2, -100]}]).num_labels
         1
     """
-    collate = locate(collate_fn) if isinstance(collate_fn, str) else collate_fn
+    collate: Any = collate_fn
+    if isinstance(collate_fn, str):
+        collate = locate(collate_fn)
     if not callable(collate):
         raise DataError(f"collate_fn: {collate_fn} is a {type(collate).__name__}: name a function.")
+    # Patches of images are concatenated as tokens are; models with cross-attention take tiles and a mask.
+    collate_images = padded_collate_tiled_images_and_mask
+    if getattr(tokenizer, "gives_patches", False):
+        collate_images = collate_documents
     takes_images = getattr(tokenizer, "takes_images", False)
-    gives_patches = getattr(tokenizer, "gives_patches", False)
-    collate_images = collate_documents if gives_patches else padded_collate_tiled_images_and_mask
-    if takes_images and collate in {collate_documents, padded_collate_sft} - {collate_images}:
+    if takes_images and collate != collate_images and collate in (collate_documents, padded_collate_sft):
         raise DataError(
             f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
             f"collate_fn=torchtune.data.{collate_images.__name__}."
@@ -296,5 +315,7 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
 
 def _is_own(function: Any) -> bool:
     """Return whether a function, a class or an object's class is defined in this library, or inherits from it."""
-    kind = function if hasattr(function, "__qualname__") else type(function)
+    kind = type(function)
+    if hasattr(function, "__qualname__"):  # a function or a class
+        kind = function
     return any(base.__module__.startswith("torchtune.") for base in getattr(kind, "__mro__", [kind]))

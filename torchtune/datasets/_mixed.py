@@ -73,7 +73,9 @@ class ConcatDataset(ExampleDataset):
     def longest(self) -> int | None:
         """See :class:`torchtune.data.ExampleDataset`."""
         longest = [dataset.longest for dataset in self.parts]
-        return None if None in longest else max(longest)
+        if None in longest:
+            return None
+        return max(longest)
 
     @property
     def num_images(self) -> int:
@@ -119,11 +121,14 @@ class ConcatDataset(ExampleDataset):
         """Return (dataset, index in it)."""
         index = range(len(self))[index]
         number = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[number - 1]) if number else 0
+        start = 0
+        if number > 0:
+            start = int(self._ends[number - 1])
         return number, index - start
 
 
 def _row_datasets(datasets: Sequence[ExampleDataset]) -> list[ExampleDataset]:
+    """Return the datasets of rows inside of datasets, see :meth:`torchtune.data.ExampleDataset.row_datasets`."""
     row_datasets = []
     for dataset in datasets:
         row_datasets += dataset.row_datasets()
@@ -184,11 +189,15 @@ class MixedDataset(ConcatDataset):
         self._counts = mixture_counts(self.sizes, self._weights, self._stop)
         weights = [f"{name} {weight:.6g}" for name, weight in zip(self.names, self._weights, strict=True)]
         self.mixture = f"{', '.join(weights)}, stop={self._stop}"
-        kind = "packs" if self.is_packed else "examples"
-        lines = [f"An epoch of the mixture has {self.examples_per_epoch:,} {kind} (stop={self._stop}):"]
+        unit = "examples"
+        if self.is_packed:
+            unit = "packs"
+        lines = [f"An epoch of the mixture has {self.examples_per_epoch:,} {unit} (stop={self._stop}):"]
         for name, size, weight, count in zip(self.names, self.sizes, self._weights, self._counts, strict=True):
-            repeats = f", each {count / size:.1f} times" if count > size else ""
-            lines.append(f"  {name}: {count:,} of {size:,}, {weight:.1%}{repeats}")
+            line = f"  {name}: {count:,} of {size:,}, {weight:.1%}"
+            if count > size:
+                line += f", each {count / size:.1f} times"
+            lines.append(line)
         log_rank_zero(get_logger(), "\n".join(lines))
 
     @property
@@ -204,17 +213,24 @@ class MixedDataset(ConcatDataset):
         """
         times = []  # (k + u) / w of each example
         indices = []
-        start = 0
+        start = 0  # index of the first example of a dataset
         for number, (size, weight, count) in enumerate(zip(self.sizes, self._weights, self._counts, strict=True)):
+            # A generator for each dataset: another dataset, or another weight of it, does not change this one's order.
             random = make_random_state(seed, epoch, number)
-            offsets = random.random_sample(count) if shuffle else np.full(count, 0.5)
+            offsets = np.full(count, 0.5)
+            if shuffle:
+                offsets = random.random_sample(count)
             times.append((np.arange(count) + offsets) / weight)
             passes = []
             for _ in range(math.ceil(count / size)):
-                passes.append(random.permutation(size) if shuffle else np.arange(size))
+                order = np.arange(size)
+                if shuffle:
+                    order = random.permutation(size)
+                passes.append(order)
             indices.append(start + np.concatenate(passes)[:count])
             start += size
-        return np.concatenate(indices)[np.argsort(np.concatenate(times), kind="stable")]
+        by_time = np.argsort(np.concatenate(times), kind="stable")
+        return np.concatenate(indices)[by_time]
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, with ``source`` in each of its documents."""
@@ -247,11 +263,15 @@ class MixedStream(ExampleDataset):
         self.names = tuple(map(str, datasets))
         self._datasets = [as_example_dataset(dataset) for dataset in datasets.values()]
         self.is_packed = _are_packed(self._datasets)
-        shares = mixture_weights(self.names, [1] * len(self._datasets), weights, temperature)
-        # Integers, so that the number of examples before an index is exact.
-        self._shares = np.cumsum([0, *(max(1, round(share * 2**30)) for share in shares)]).tolist()
-        self._length = max(256, math.ceil(2 / min(shares)))  # examples per block
+        sizes = [1] * len(self._datasets)  # only for weights by size, which a stream cannot have
+        shares = mixture_weights(self.names, sizes, weights, temperature)
         self.mixture = ", ".join(f"{name} {share:.6g}" for name, share in zip(self.names, shares, strict=True))
+        # Integers, so that the number of examples before an index is exact.
+        self._shares = [0]
+        for share in shares:
+            self._shares.append(self._shares[-1] + max(1, round(share * 2**30)))
+        # Even the smallest dataset has two examples in a block of indices.
+        self._length = max(256, math.ceil(2 / min(shares)))
         self._set_order(0, shuffle=False)
 
     @property
@@ -275,6 +295,7 @@ class MixedStream(ExampleDataset):
             dataset.begin(seed + number, shuffle=shuffle)
 
     def _set_order(self, seed: int, *, shuffle: bool) -> None:
+        """Forget the blocks and permutations of another order, and compute those of this one when they are read."""
         self._seed = seed
         self._shuffle = shuffle
         self._block = lru_cache(_NUM_CACHED)(self._make_block)
@@ -283,13 +304,14 @@ class MixedStream(ExampleDataset):
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the state of the streams with ``index`` as next example, as plain data."""
         block, position = divmod(index, self._length)
-        sources, _ = self._block(block)
+        # The next example of a dataset: those before the block, and those in it before the index.
         before_block = self._before(block * self._length)
+        sources, _ = self._block(block)
         in_block = np.bincount(sources[:position], minlength=len(self.names)).tolist()
         state = {}
-        for name, dataset, first, count in zip(self.names, self._datasets, before_block, in_block, strict=True):
+        for number, (name, dataset) in enumerate(zip(self.names, self._datasets, strict=True)):
             if dataset.is_stream:
-                state[name] = dataset.state_at(first + count)
+                state[name] = dataset.state_at(before_block[number] + in_block[number])
         return state
 
     def go_to(self, state: Mapping[str, Any]) -> None:
@@ -305,8 +327,9 @@ class MixedStream(ExampleDataset):
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """See :meth:`StreamedDataset.read_ahead`."""
-        rows_of: dict[int, list[int]] = {}
-        for number, row in map(self._locate, indices):
+        rows_of: dict[int, list[int]] = {}  # number of a dataset -> indices in it
+        for index in indices:
+            number, row = self._locate(index)
             rows_of.setdefault(number, []).append(row)
         for number, rows in rows_of.items():
             self._datasets[number].read_ahead(rows)
@@ -330,7 +353,9 @@ class MixedStream(ExampleDataset):
         numbers = []
         for start, end in zip(starts, ends, strict=True):
             count = end - start
-            offsets = random.random_sample(count) if self._shuffle else np.full(count, 0.5)
+            offsets = np.full(count, 0.5)
+            if self._shuffle:
+                offsets = random.random_sample(count)
             times.append((np.arange(count) + offsets) / count)
             numbers.append(np.arange(start, end))
         order = np.argsort(np.concatenate(times), kind="stable")
@@ -338,6 +363,7 @@ class MixedStream(ExampleDataset):
         return sources[order], np.concatenate(numbers)[order]
 
     def _make_permutation(self, source: int, passes: int) -> np.ndarray:
+        """Return the order of the rows of a dataset that is no stream in its pass number ``passes``."""
         return make_random_state(self._seed, passes, source).permutation(len(self._datasets[source]))
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -347,10 +373,12 @@ class MixedStream(ExampleDataset):
         source = int(sources[position])
         number = int(numbers[position])
         dataset = self._datasets[source]
-        if dataset.is_stream:
+        if dataset.is_stream:  # a stream shuffles its rows itself
             return source, number
         passes, row = divmod(number, len(dataset))
-        return source, int(self._permutation(source, passes)[row]) if self._shuffle else row
+        if self._shuffle:
+            row = int(self._permutation(source, passes)[row])
+        return source, row
 
 
 def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:
@@ -372,8 +400,10 @@ def mixture_weights(
         unmatched = set(map(str, weights)).symmetric_difference(names)
         if unmatched:
             name = min(unmatched)
-            mistake = "has no weight" if name in names else "is no dataset of the mixture"
-            raise DataError(f"weights: '{name}' {mistake}: name each of {', '.join(names)} once.")
+            problem = "is no dataset of the mixture"
+            if name in names:
+                problem = "has no weight"
+            raise DataError(f"weights: '{name}' {problem}: name each of {', '.join(names)} once.")
         numbers = [weights[name] for name in names]
     for name, weight in zip(names, numbers, strict=True):
         if not (weight > 0 and math.isfinite(weight)):
@@ -393,8 +423,12 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -
         return list(sizes)
     # Examples per weight until a dataset is exhausted.
     ends = [size / weight for size, weight in zip(sizes, weights, strict=True)]
-    end = min(ends) if stop == "first" else max(ends)
+    if stop == "first":
+        limit = min
+    else:
+        limit = max
+    end = limit(ends)
+    # The products of whole numbers may lie a little above them.
     counts = [math.ceil(weight * end - 1e-6) for weight in weights]
     # Rounding must not add an example that a dataset lacks, or leave one out.
-    limit = min if stop == "first" else max
     return [limit(count, size) for count, size in zip(counts, sizes, strict=True)]

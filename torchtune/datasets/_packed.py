@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -37,23 +38,27 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
     Returns:
         rows of each pack, for the minimum number of packs that hold all rows; packs without images are empty.
     """
-    packs: list[list[int]] = [[] for _ in range(-(-int(lengths.sum()) // capacity))]
-    rooms = [capacity] * len(packs)
-    least = [(0, pack) for pack in range(len(packs))]  # heap of (image tokens, pack)
-    for row in np.argsort(-image_tokens, kind="stable")[: np.count_nonzero(image_tokens)].tolist():
+    num_packs = math.ceil(int(lengths.sum()) / capacity)
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    rooms = [capacity] * num_packs  # free tokens of each pack
+    # The row with the most image tokens goes into the pack with the fewest, and so on, as long as it has space.
+    heap = [(0, pack) for pack in range(num_packs)]  # (image tokens, pack)
+    most_first = np.argsort(-image_tokens, kind="stable")
+    for row in most_first[: np.count_nonzero(image_tokens)].tolist():
         length = int(lengths[row])
-        passed = []  # packs with fewer image tokens, but without space
-        while least and rooms[least[0][1]] < length and len(passed) < _MOST_TRIES:
-            passed.append(heapq.heappop(least))
-        if not least or rooms[least[0][1]] < length:
-            heapq.heappush(least, (-1, len(packs)))  # a new pack, which comes first
+        full_entries = []  # packs with fewer image tokens, but without space
+        while heap and rooms[heap[0][1]] < length and len(full_entries) < _MOST_TRIES:
+            full_entries.append(heapq.heappop(heap))
+        if not heap or rooms[heap[0][1]] < length:
+            heapq.heappush(heap, (-1, len(packs)))  # a new pack, which comes first
             packs.append([])
             rooms.append(capacity)
-        tokens, pack = heapq.heappop(least)
+        tokens, pack = heapq.heappop(heap)
         packs[pack].append(row)
         rooms[pack] -= length
-        for entry in [*passed, (max(tokens, 0) + int(image_tokens[row]), pack)]:
-            heapq.heappush(least, entry)
+        tokens = max(tokens, 0) + int(image_tokens[row])
+        for entry in [*full_entries, (tokens, pack)]:
+            heapq.heappush(heap, entry)
     return packs
 
 
@@ -70,14 +75,18 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
     """
     if image_tokens is None:
         image_tokens = np.zeros_like(lengths)
-    packs = spread_images(lengths, capacity, image_tokens) if image_tokens.any() else []
+    packs: list[list[int]] = []
+    if image_tokens.any():
+        packs = spread_images(lengths, capacity, image_tokens)
     with_room: dict[int, list[int]] = defaultdict(list)  # free tokens -> packs
     for pack, rows in enumerate(packs):
-        with_room[capacity - int(lengths[rows].sum())].append(pack)
-    with_room.pop(0, None)
+        room = capacity - int(lengths[rows].sum())
+        if room > 0:
+            with_room[room].append(pack)
     rooms = sorted(with_room)  # so that the fullest pack with enough space is found by bisection
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        if image_tokens[row]:
+    longest_first = np.argsort(-lengths, kind="stable")
+    for row in longest_first.tolist():
+        if image_tokens[row]:  # placed above
             continue
         length = int(lengths[row])
         position = bisect_left(rooms, length)
@@ -92,11 +101,11 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
                 del with_room[room]
                 del rooms[position]
         packs[pack].append(row)
-        left = room - length
-        if left:
-            if left not in with_room:
-                insort(rooms, left)
-            with_room[left].append(pack)
+        room -= length
+        if room > 0:
+            if room not in with_room:
+                insort(rooms, room)
+            with_room[room].append(pack)
     return sorted(sorted(rows) for rows in packs if rows)
 
 
@@ -116,7 +125,9 @@ def split_evenly(lengths: np.ndarray, capacity: int, longest: int | None = None)
             if not room:
                 packs.append([])
                 room = capacity
-            end = min(length, start + min(room, longest or room))
+            end = min(length, start + room)
+            if longest is not None:
+                end = min(end, start + longest)
             packs[-1].append((row, start, end))
             room -= end - start
             start = end
@@ -133,8 +144,10 @@ def whole_rows(packs: list[list[int]], lengths: np.ndarray) -> list[list[Piece]]
 
 def document_of(example: Mapping[str, Any], start: int, end: int) -> dict[str, torch.Tensor]:
     """Return int64 ``tokens`` and ``labels``, and float32 ``label_weights`` if any, of a slice of an example."""
-    parts = {name: np.asarray(example[name])[start:end] for name in ("tokens", "labels")}
-    document = {name: torch.from_numpy(ids.astype(np.int64)) for name, ids in parts.items()}
+    document = {}
+    for name in ("tokens", "labels"):
+        ids = np.asarray(example[name])[start:end]
+        document[name] = torch.from_numpy(ids.astype(np.int64))
     if "label_weights" in example:
         weights = np.array(example["label_weights"][start:end], np.float32)  # a copy: the file is read-only
         document["label_weights"] = torch.from_numpy(weights)
@@ -167,7 +180,8 @@ class Packs:
     def __getitem__(self, index: int) -> list[Piece]:
         """Return the pieces of a pack."""
         index = range(len(self))[index]
-        return [tuple(piece) for piece in self._pieces[self._ends[index] : self._ends[index + 1]].tolist()]
+        pieces = self._pieces[self._ends[index] : self._ends[index + 1]]
+        return [tuple(piece) for piece in pieces.tolist()]
 
     @property
     def longest_piece(self) -> int:
@@ -177,7 +191,8 @@ class Packs:
     @property
     def lengths(self) -> np.ndarray:
         """Number of tokens of each pack, int64 ``[packs]``."""
-        return np.add.reduceat(self._pieces[:, 2] - self._pieces[:, 1], self._ends[:-1], dtype=np.int64)
+        piece_lengths = self._pieces[:, 2] - self._pieces[:, 1]
+        return np.add.reduceat(piece_lengths, self._ends[:-1], dtype=np.int64)
 
 
 class Pack(list):
@@ -208,18 +223,20 @@ class Pack(list):
         if not isinstance(key, str):
             return super().__getitem__(key)
         lengths = [len(document["tokens"]) for document in self]
-        missing = self.max_seq_len - sum(lengths)
+        num_padding = self.max_seq_len - sum(lengths)
         if key == "seq_lens":
-            return torch.tensor(lengths + [missing] * (missing > 0))
+            if num_padding > 0:
+                lengths.append(num_padding)
+            return torch.tensor(lengths)
         if key == "input_pos":
-            lengths[-1] += missing
+            lengths[-1] += num_padding
             return torch.cat([torch.arange(length) for length in lengths])
         paddings = {"tokens": self.padding_idx, "labels": CROSS_ENTROPY_IGNORE_IDX}
         if key not in paddings:
             raise KeyError(key)
         documents = documents_of(self)  # raises for weights, which a padded row has no tensor for
         values = torch.cat([torch.as_tensor(document[key]) for document in documents])
-        return F.pad(values, (0, missing), value=paddings[key])
+        return F.pad(values, (0, num_padding), value=paddings[key])
 
 
 class PackedDataset(ExampleDataset):
@@ -287,8 +304,9 @@ class PackedDataset(ExampleDataset):
                     f"{len(too_long)} rows are longer than max_seq_len={self.max_seq_len} and fit into no pack (rows "
                     f"{rows}, counted from 0): raise max_seq_len, or cut them with split_across_pack=True."
                 )
-            # Rows that are transformed when they are read have images, which packs share evenly.
-            image_tokens = self.ds.image_tokens if self.ds.on_reading else None
+            image_tokens = None
+            if self.ds.on_reading:  # such rows have images, which packs share evenly
+                image_tokens = self.ds.image_tokens
             packs = whole_rows(best_fit(lengths, self.max_seq_len, image_tokens), lengths)
         self.packs = Packs(packs[: self._max_packs])
         self.fill = float(self.lengths.sum() / (len(self.packs) * self.max_seq_len))
@@ -340,10 +358,12 @@ class PackedDataset(ExampleDataset):
 
     def __getitem__(self, idx: int) -> Pack:
         """Return the documents of a pack: dicts of ``tokens``, ``labels`` and, if there are images, their patches."""
-        if self.ds.on_reading:
-            documents = [self.ds[row] for row, _, _ in self.packs[idx]]
-        else:
-            documents = [document_of(self.ds.token_row(row), start, end) for row, start, end in self.packs[idx]]
+        documents = []
+        for row, start, end in self.packs[idx]:
+            if self.ds.on_reading:  # a row with images, which is never split
+                documents.append(self.ds[row])
+            else:
+                documents.append(document_of(self.ds.token_row(row), start, end))
         return Pack(documents, self.max_seq_len, self.padding_idx)
 
     def origins(self, idx: int) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from torchtune.data import (
     warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import check_answers
-from torchtune.datasets._row_formats import formats_of, read_label
+from torchtune.datasets._row_formats import LABELED_ANSWERS, formats_of, read_label
 from torchtune.datasets._row_images import encoded, row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
@@ -116,7 +116,9 @@ class AnswersDataset(TokenizedDataset):
         self._transform = message_transform
         self._tokenizer = tokenizer
         self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
-        self._rows = encoded(source.rows(), message_transform) if self.num_images else None
+        self._rows = None
+        if self.num_images:  # read again with each example, because images are not stored with the tokens
+            self._rows = encoded(source.rows(), message_transform)
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
@@ -137,7 +139,8 @@ class AnswersDataset(TokenizedDataset):
             return {}
         row = int(self._numbers[index])
         try:
-            return self._tokenizer.encode_images(self._transform(self._rows[row])[name], tokens)
+            messages = self._transform(self._rows[row])[name]
+            return self._tokenizer.encode_images(messages, tokens)
         except DataError as error:
             raise row_error(error, self.source, row, self._rows, skips=True) from error
 
@@ -244,9 +247,11 @@ def tokenize_pair(
             tools=pair.get("tools"),
             allow_empty_answers=allow_empty_answers,
         )
-    if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:
-        is_cut = limit is not None and len(samples["chosen"]["tokens"]) >= limit
-        raise DataError(f"both answers are the same{f' within max_seq_len={limit}' if is_cut else ''}")
+    if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:  # there is nothing to prefer
+        problem = "both answers are the same"
+        if limit is not None and len(samples["chosen"]["tokens"]) >= limit:
+            problem += f" within max_seq_len={limit}"
+        raise DataError(problem)
     return samples
 
 
@@ -274,6 +279,7 @@ def tokenize_answer(
             truncation.
     """
     messages = as_messages(messages)
+    # The loss is of the log-probability of the whole answer, which has one weight: that of the row.
     for i, message in enumerate(messages):
         if message.weight != 1 and not message.masked:
             raise DataError(
@@ -312,7 +318,7 @@ class LabelledAnswerToMessages(Transform):
         True
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("labeled answers (KTO)",)
+    formats: ClassVar[tuple[str, ...]] = (LABELED_ANSWERS,)
 
     def __init__(
         self, column_map: Mapping[str, str] | None = None, masking_strategy: MaskingName | None = "train_on_assistant"
@@ -393,6 +399,7 @@ class KTODataset(AnswersDataset):
         self._set_is_good(np.array([note["is_chosen"] for note in rows.notes], bool))
 
     def _set_is_good(self, is_good: np.ndarray) -> None:
+        """Keep whether each answer is good, bool ``[rows]``; raise :class:`DataError` if all or none are."""
         self._is_good = is_good
         if not len(is_good):
             return
@@ -402,7 +409,7 @@ class KTODataset(AnswersDataset):
 
     def _keep(self, rows: np.ndarray) -> None:
         super()._keep(rows)
-        self._set_is_good(self._is_good[rows])
+        self._set_is_good(self._is_good[rows])  # too long rows may have been all that were bad
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens``, pre-shifted ``labels``, ``is_chosen`` and, if there are images, ``encoder_input``.
@@ -520,6 +527,7 @@ def stack_exchange_paired_dataset(
         >>> len(torchtune.datasets.stack_exchange_paired_dataset(tokenizer, source=rows))
         1
     """
+    # The data on the hub have a folder for each use; files of the user's own have none.
     if source == "lvwerra/stack-exchange-paired" and "data_files" not in settings:
         settings.setdefault("data_dir", "data/rl")
     columns = column_map or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}

@@ -7,6 +7,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, check_column_map, column
 from torchtune.datasets._packed import PackedDataset, pack_length
+from torchtune.datasets._row_formats import TOKEN_IDS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import (
@@ -21,7 +22,6 @@ from torchtune.tokenizers import BaseTokenizer
 
 # Columns of masks over the tokens of a row, 1 where a token is trained on, as TRL names them.
 _MASK_COLUMNS = ("completion_mask", "assistant_masks")
-FORMAT = "token ids"
 
 
 class TokenIdsTransform:
@@ -50,7 +50,9 @@ class TokenIdsTransform:
         tokens, labels = check_row(ids, self._labels(row, ids))
         if self._vocab_size is not None and len(tokens) and tokens.max() >= self._vocab_size:
             raise DataError(f"token id {tokens.max()} is not below {self._vocab_size}, the tokenizer's vocabulary")
-        self._check_unpadded(row, len(tokens))
+        attention_mask = row.get("attention_mask")
+        if attention_mask is not None and (len(attention_mask) != len(tokens) or not all(attention_mask)):
+            raise DataError("column 'attention_mask' has zeros, which mark padding: write the rows without padding")
         labels = _shifted(labels, CROSS_ENTROPY_IGNORE_IDX)
         sample = {"tokens": tokens[: self.limit], "labels": labels[: self.limit]}
         if self.limit is not None and len(tokens) > self.limit:
@@ -64,7 +66,9 @@ class TokenIdsTransform:
     def _optional(self, row: Mapping[str, Any], name: str) -> Any:
         """Return a column that a row need not have, unless the user has named it."""
         source = self.column_map[name]
-        return column(row, source) if name in self._chosen else row.get(source)
+        if name in self._chosen:
+            return column(row, source)
+        return row.get(source)
 
     def _labels(self, row: Mapping[str, Any], ids: Any) -> Any:
         """Return the label of each token, at its own position; without labels or a mask, all tokens are trained on."""
@@ -79,14 +83,6 @@ class TokenIdsTransform:
                 raise DataError(f"column '{name}' must have a 0 or a 1 for each of the {len(ids)} tokens")
             return np.where(np.asarray(mask, bool), np.asarray(ids), CROSS_ENTROPY_IGNORE_IDX)
         return ids
-
-    @staticmethod
-    def _check_unpadded(row: Mapping[str, Any], num_tokens: int) -> None:
-        attention_mask = row.get("attention_mask")
-        if attention_mask is None:
-            return
-        if len(attention_mask) != num_tokens or not all(attention_mask):
-            raise DataError("column 'attention_mask' has zeros, which mark padding: write the rows without padding")
 
 
 def _shifted(values: np.ndarray, last: float) -> np.ndarray:
@@ -140,7 +136,7 @@ class PretokenizedDataset(TokenizedDataset):
                 "columns": transform.column_map,
                 "limit": transform.limit,
             },
-            formats=(FORMAT,),
+            formats=(TOKEN_IDS,),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut, are_only_tokens=True)
 
@@ -179,7 +175,9 @@ def pretokenized_dataset(
     """
     # The ending is that of text_completion_dataset, written out: `tune validate` follows **load_dataset_kwargs to the
     # classes that are called here, which it could not do through a function that is given the class.
-    length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    length = None
+    if packed:  # fails before the rows are read
+        length = max_seq_len or pack_length(tokenizer)
     cut = not (packed and split_across_pack)
     if load_dataset_kwargs.get("streaming"):
         transform = TokenIdsTransform(tokenizer, column_map, max_seq_len, cut)

@@ -61,8 +61,8 @@ def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0, end:
     Raises:
         ProcessKilled: a process was killed.
     """
-
-    end = len(rows) if end is None else end
+    if end is None:
+        end = len(rows)
 
     def work_on_part(start: int) -> Result:
         end_of_part = min(start + ROWS, end)
@@ -83,7 +83,7 @@ def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0, end:
     try:
         # Every worker has a few requests ahead, and results are yielded in the order of the rows.
         for start, worker in zip(starts, itertools.cycle(pool), strict=False):
-            if len(requests) == _AHEAD * len(pool):
+            if len(requests) == _AHEAD * len(pool):  # so that results do not fill the memory
                 yield _wait_for_result(*requests.popleft())
             requests.append((start, worker, worker.ask(start)))
         while requests:
@@ -94,6 +94,7 @@ def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0, end:
 
 
 def _wait_for_result(start: int, worker: "Worker", ticket: int) -> Any:
+    """Return the result of the rows from ``start`` on; meanwhile the watchdog knows which rows they are."""
     sign_of_life(f"rows {start} to {start + ROWS - 1}")
     result = worker.answer(ticket)
     sign_of_life()
@@ -194,6 +195,7 @@ class Worker:
             self._receive()
 
     def _receive(self) -> None:
+        """Wait for a message of the worker process: a heartbeat, or an answer, which is kept unless it is canceled."""
         try:
             while not self._answers.poll(1.0):
                 if not self._process.is_alive():
@@ -238,6 +240,7 @@ class _Heartbeat(Activity):
 
 
 def _end(process: Any) -> None:
+    """End a worker process; a function of the module, because the object is gone when it is called."""
     process.kill()
     process.join()
 

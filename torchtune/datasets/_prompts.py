@@ -57,6 +57,7 @@ class PromptDataset(TokenizedDataset):
     ) -> None:
         check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        # The number of a prompt is that of its row, by which rewards and records find it: none may be missing.
         if row_source.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
         self._column = column
@@ -75,11 +76,12 @@ class PromptDataset(TokenizedDataset):
     def _samples(self, row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
         """Return the tokens of a row's prompt up to the generation prompt; placeholders take the place of labels."""
         prompt, _ = self._split(row)
+        # An open turn of the assistant, behind which the answer is generated.
         messages = [*prompt.messages, Message(role="assistant", content="")]
         tokens, _, note = tokenize_text(self._tokenizer, messages, inference=True, tools=prompt.tools)
         tokens = list(tokens)
         limit = getattr(self._tokenizer, "max_seq_len", None)
-        if limit is not None and len(tokens) >= limit:
+        if limit is not None and len(tokens) >= limit:  # an answer needs a token at least
             raise DataError(f"the prompt is as long as max_seq_len={limit}, or longer")
         sample = {"tokens": tokens, "labels": tokens}
         if note:
@@ -88,9 +90,10 @@ class PromptDataset(TokenizedDataset):
 
     def _split(self, row: Mapping[str, Any]) -> tuple[Conversation, Message | None]:
         """Return the prompt, and the reference answer if the last message is the assistant's."""
-        if not isinstance(row, Mapping) or self._column not in row:
-            columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-            raise DataError(f"there is no column '{self._column}' among {columns or 'none'}")
+        if not isinstance(row, Mapping):
+            raise DataError(f"there is no column '{self._column}' among {type(row).__name__}")
+        if self._column not in row:
+            raise DataError(f"there is no column '{self._column}' among {', '.join(map(str, row)) or 'none'}")
         row = unfold_prompt(row, self._column)
         turns = with_images(row[self._column], images_of_columns(row))
         prompt = read_conversation(row, turns, new_system_prompt=self._system, columns=(self._column,))
@@ -115,7 +118,7 @@ class PromptDataset(TokenizedDataset):
         row = dict(self._rows[index])
         prompt, answer = self._split(row)
         messages = prompt.messages
-        if answer is not None:
+        if answer is not None:  # a column of this name is the user's own
             row.setdefault("answer", reference_answer(answer))
         images = {}
         if self.num_images:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def cached_rows(
         DataError: ``write`` raises it, the cache folder cannot be used, ``prepared`` has no such rows, or the
             fingerprint is not exact inside a :func:`preparing` block.
     """
-    output = _output.get()
+    output = _output.get()  # of `tune data prepare`
     if prepared is not None and output is None:
         return _rows_prepared_before(fingerprint, source, prepared)
     if output is None:
@@ -132,40 +132,79 @@ def cached_rows(
             f"The rows of {source} cannot be prepared for later runs: a transform or filter that is not of this "
             "library needs an attribute fingerprint, a text that changes when it does."
         )
-    key = fingerprint.text if fingerprint.is_exact else _key_of_this_run(fingerprint)
+    if fingerprint.is_exact:
+        key = fingerprint.text
+    else:
+        key = _key_of_this_run(fingerprint)
     if key is None or is_preview():  # rows of this process alone
         with tempfile.TemporaryDirectory(dir=root, prefix="own-") as folder:
             with _explained_writes(Path(folder), advice):
                 is_stored = _write_folder(Path(folder), fingerprint, write)
-            return PreparedRows(Path(folder)) if is_stored else None
-    folder = root / key
+            if not is_stored:
+                return None
+            return PreparedRows(Path(folder))  # its files are mapped, and need no names from here on
     if fingerprint.is_exact:
-        rows = _open(folder)
+        rows = _open(root / key)
         if rows is not None:
             return rows
     with _locked(root, key, source, advice) as is_locked:
-        rows = _open(folder)  # another process may have written them meanwhile
+        rows = _open(root / key)  # another process may have written them meanwhile
         if rows is None:
-            if folder.exists():
-                get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
-            _remove_abandoned(root, key)
-            shutil.rmtree(folder, ignore_errors=True)
-            # Only `tune data prepare` goes on where a killed process stopped, and only if no other one can.
-            keep_on = _KILLED if output is not None and is_locked else ()
-            with (
-                _explained_writes(folder, advice),
-                atomic_directory(folder, replace=False, keep_on=keep_on) as temporary,
-            ):
-                if output is None:
-                    temporary.chmod(0o700)
-                is_stored = _write_folder(temporary, fingerprint, write)
-            if not is_stored:
-                shutil.rmtree(folder, ignore_errors=True)
-                return None
-            rows = PreparedRows(folder)
-        if not fingerprint.is_exact:
-            _leave(folder)
+            rows = _write_entry(root, key, fingerprint, write, advice, is_locked=is_locked)
+        if rows is not None and not fingerprint.is_exact:
+            _leave(root / key)
         return rows
+
+
+def _output_folder(folder: Path) -> Path:
+    """Return the output folder of a preparation, and create it if it is missing."""
+    refuse_foreign(folder, "--output")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"Cannot make the folder {folder} ({error.strerror}): choose another --output.") from error
+    return folder
+
+
+def _write_entry(
+    root: Path,
+    key: str,
+    fingerprint: Fingerprint,
+    write: Callable[[RowWriter], bool],
+    advice: str,
+    *,
+    is_locked: bool,
+) -> PreparedRows | None:
+    """Write an entry of the cache in the place of one that is missing or damaged, and return its rows.
+
+    Args:
+        root: folder of the cache, or output folder of a preparation.
+        key: name of the entry.
+        fingerprint: fingerprint of the rows.
+        write: see :func:`cached_rows`.
+        advice: what to do if the rows cannot be written.
+        is_locked: whether no other process writes the entry.
+
+    Returns:
+        None if the rows cannot be stored.
+    """
+    folder = root / key
+    if folder.exists():
+        get_logger().warning(f"The prepared rows in {folder} are damaged: they are prepared anew.")
+    _remove_abandoned(root, key)
+    shutil.rmtree(folder, ignore_errors=True)
+    # Only `tune data prepare` goes on where a killed process stopped, and only if no other one can.
+    keep_on: tuple[type[BaseException], ...] = ()
+    if is_preparing() and is_locked:
+        keep_on = _KILLED
+    with _explained_writes(folder, advice), atomic_directory(folder, replace=False, keep_on=keep_on) as temporary:
+        if not is_preparing():  # the rows of a user are not for others
+            temporary.chmod(0o700)
+        is_stored = _write_folder(temporary, fingerprint, write)
+    if not is_stored:
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return PreparedRows(folder)
 
 
 def _write_folder(folder: Path, fingerprint: Fingerprint, write: Callable[[RowWriter], bool]) -> bool:
@@ -186,15 +225,6 @@ def _explained_writes(folder: Path, advice: str) -> Iterator[None]:
             yield
     except WriteError as error:
         raise DataError(f"{error.fact}, where rows are prepared: {advice}.") from error
-
-
-def _output_folder(folder: Path) -> Path:
-    refuse_foreign(folder, "--output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"Cannot make the folder {folder} ({error.strerror}): choose another --output.") from error
-    return folder
 
 
 def _rows_prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> PreparedRows:
@@ -238,14 +268,22 @@ def _key_of_this_run(fingerprint: Fingerprint) -> str | None:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if not fingerprint.is_shared or run_id is None or _local_processes() == 1:
         return None
-    attempt = [run_id, os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("MASTER_PORT")]
     text = fingerprint.text
     _num_datasets[text] += 1
-    parts = [*attempt, socket.gethostname(), os.getppid(), text, _num_datasets[text]]
+    parts = [
+        run_id,
+        os.environ.get("TORCHELASTIC_RESTART_COUNT"),
+        os.environ.get("MASTER_PORT"),
+        socket.gethostname(),
+        os.getppid(),  # torchrun's process
+        text,
+        _num_datasets[text],
+    ]
     return "run-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _local_processes() -> int:
+    """Return the number of ranks of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -256,7 +294,9 @@ def _open(folder: Path) -> PreparedRows | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     rows = PreparedRows(folder)
-    return rows if rows.fingerprint == fingerprint else None
+    if rows.fingerprint != fingerprint:
+        return None
+    return rows
 
 
 def _leave(folder: Path) -> None:
@@ -274,8 +314,11 @@ def _remove_abandoned(root: Path, key: str) -> None:
     for path in root.iterdir():
         if not _FOLDER_NAME.fullmatch(path.name) or path.name == f".{key}.part" or path.is_symlink():
             continue
-        times = [entry.stat().st_mtime for entry in [path, *path.glob("*")] if entry.exists()]
-        last_write = max(times, default=0.0)
+        # The time of a folder does not change while one of its files grows.
+        last_write = 0.0
+        for entry in (path, *path.glob("*")):
+            with suppress(FileNotFoundError):  # another process deletes it as well
+                last_write = max(last_write, entry.stat().st_mtime)
         if path.is_dir() and time.time() - last_write > _STALE:
             shutil.rmtree(path, ignore_errors=True)
 

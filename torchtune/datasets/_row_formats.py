@@ -28,9 +28,19 @@ _LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 # Pairs of columns that hold a question and its answer.
 _QUESTION_COLUMNS = (("input", "output"), ("question", "answer"), ("prompt", "completion"), ("prompt", "response"))
 
+# Kinds of rows, as a report and messages call them.
+TOKEN_IDS = "token ids"
 RETRIEVAL = "queries with passages (embedding)"
 RERANKING = "queries with labeled documents (reranking)"
 LABELED_TEXTS = "labeled texts (classification)"
+LABELED_ANSWERS = "labeled answers (KTO)"
+PREFERENCE_PAIRS = "preference pairs"
+ALPACA = "Alpaca"
+INSTRUCTIONS = "instructions"
+CONVERSATIONAL_PROMPTS = "conversational prompts with completions"
+QUESTIONS_ABOUT_IMAGES = "questions about images"
+PROMPTS_WITH_ANSWERS = "prompts with answers"
+RAW_TEXT = "raw text"
 
 # Names of settings of a dataset builder, and their values: mostly columns.
 Settings = tuple[tuple[str, str], ...]
@@ -105,8 +115,11 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     """Return the format of a row; ``UNKNOWN`` if no dataset reads it."""
     styles = {}  # of the columns with turns
     for name, value in row.items():
-        if styles_of(value):
-            styles[name] = styles_of(value)[0]
+        styles_of_column = styles_of(value)
+        if styles_of_column:
+            styles[name] = styles_of_column[0]
+    # From special columns to common ones: a pair of answers also has a prompt, a labeled chat also is a chat, and a
+    # text is in most rows.
     row_format = (
         _token_format(row)
         or _retrieval_format(row)
@@ -136,18 +149,20 @@ def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
     for question, answer in _QUESTION_COLUMNS:
         if isinstance(row.get(question), str) and isinstance(row.get(answer), str):
             settings = column_map(input=question, output=answer)
-            readings.append(RowFormat("instructions", "instruct_dataset", settings))
+            readings.append(RowFormat(INSTRUCTIONS, "instruct_dataset", settings))
     return readings
 
 
 def _token_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of token ids, in the column that tokenizers of ``transformers`` write."""
     ids = row.get("input_ids")
     if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
-        return RowFormat("token ids", "pretokenized_dataset")
+        return RowFormat(TOKEN_IDS, "pretokenized_dataset")
     return None
 
 
 def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a query with a passage that answers it, and perhaps passages that do not."""
     if not isinstance(row.get("positive"), str):
         return None
     # "anchor" and "negative" are the columns of sentence-transformers' data sets.
@@ -165,6 +180,7 @@ def _retrieval_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a query with a document and the label of both."""
     is_pair = isinstance(row.get("query"), str) and isinstance(row.get("document"), str)
     if is_pair and isinstance(row.get("label"), int | float):
         return RowFormat(RERANKING, "reranking_dataset")
@@ -172,6 +188,7 @@ def _reranking_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 
 def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of a pair of answers, whose prompt may have one of several names."""
     settings: Settings = ()
     if {"chosen", "rejected"} <= row.keys():
         prompts = [name for name in styles if name not in ("chosen", "rejected")]
@@ -182,7 +199,7 @@ def _preference_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> Row
         settings = column_map(chosen="preferred_output", rejected="non_preferred_output", prompt="input")
     else:
         return None
-    return RowFormat("preference pairs", "preference_dataset", settings)
+    return RowFormat(PREFERENCE_PAIRS, "preference_dataset", settings)
 
 
 def _is_alpaca(row: Mapping[str, Any]) -> bool:
@@ -190,9 +207,10 @@ def _is_alpaca(row: Mapping[str, Any]) -> bool:
 
 
 def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of an answer that is labeled good or bad."""
     settings: Settings = ()
     if "completion" in row and read_label(row.get("label")) is not None:
-        return RowFormat("labeled answers (KTO)", "kto_dataset")
+        return RowFormat(LABELED_ANSWERS, "kto_dataset")
     if read_label(row.get("kto_tag")) is None:
         return None
     # LLaMA-Factory's format.
@@ -203,11 +221,13 @@ def _labeled_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFor
         settings = (("masking_strategy", "train_on_last"), *columns)
     else:
         return None
-    return RowFormat("labeled answers (KTO)", "kto_dataset", settings)
+    return RowFormat(LABELED_ANSWERS, "kto_dataset", settings)
 
 
 def _alpaca_format(row: Mapping[str, Any]) -> RowFormat | None:
-    return RowFormat("Alpaca", "alpaca_dataset") if _is_alpaca(row) else None
+    if not _is_alpaca(row):
+        return None
+    return RowFormat(ALPACA, "alpaca_dataset")
 
 
 def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
@@ -219,10 +239,11 @@ def _labeled_conversation_format(row: Mapping[str, Any], styles: Mapping[str, st
 
 
 def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> RowFormat | None:
+    """Return the format of a conversation: in one column, in a prompt and a completion, or with images."""
     for question, answer in (("prompt", "completion"), ("input", "output")):
         if question in row and answer in row and (question in styles or answer in styles):
             settings = column_map(input=question, output=answer)
-            return RowFormat("conversational prompts with completions", "instruct_dataset", settings)
+            return RowFormat(CONVERSATIONAL_PROMPTS, "instruct_dataset", settings)
     is_prompt = "prompt" in styles and (len(row) > 1 or not _ends_with_answer(row["prompt"]))
     if not styles or is_prompt:
         return None
@@ -240,12 +261,18 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
 
 def _conversation_column(styles: Mapping[str, str]) -> str:
     """Return the column of a row's conversation: one with a usual name, otherwise the first with turns."""
-    usual = [column for _, _, column in STYLES.values() if column in styles]
-    return usual[0] if usual else next(iter(styles), "")
+    for _, _, column in STYLES.values():
+        if column in styles:
+            return column
+    return next(iter(styles), "")
 
 
 def _image_column(row: Mapping[str, Any]) -> str | None:
-    return next((name for name in ("image", "images") if name in row), None)
+    """Return the column of a row's images; None if it has none."""
+    for name in ("image", "images"):
+        if name in row:
+            return name
+    return None
 
 
 def _ends_with_answer(turns: Any) -> bool:
@@ -257,38 +284,48 @@ def _ends_with_answer(turns: Any) -> bool:
 
 
 def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of a question with an answer, both texts, and perhaps with an image."""
     for question, answer in _QUESTION_COLUMNS:
         if not isinstance(row.get(question), str) or not isinstance(row.get(answer), str):
             continue
         if question == "question" and "####" in row[answer]:  # GSM8K's format
-            return RowFormat("prompts with answers", "prompt_dataset", (("column", question),))
+            return RowFormat(PROMPTS_WITH_ANSWERS, "prompt_dataset", (("column", question),))
         image = _image_column(row)
         if image is not None:
             settings = column_map(input=question, output=answer, image=image)
-            return RowFormat("questions about images", "multimodal.vqa_dataset", settings)
-        return RowFormat("instructions", "instruct_dataset", column_map(input=question, output=answer))
+            return RowFormat(QUESTIONS_ABOUT_IMAGES, "multimodal.vqa_dataset", settings)
+        return RowFormat(INSTRUCTIONS, "instruct_dataset", column_map(input=question, output=answer))
     return None
 
 
 def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
+    """Return the format of rows of texts: a conversation as JSON, a prompt, a labeled text, or plain text."""
     if "text" not in row and "prompt" not in row:
         readings = conversations_of(row)  # as JSON text
         if readings:
             return chat_format(*readings[0])
     if "prompt" in row:
-        return RowFormat("prompts with answers" if len(row) > 1 else "prompts", "prompt_dataset")
+        kind = "prompts"
+        if len(row) > 1:  # rewards read the other columns
+            kind = PROMPTS_WITH_ANSWERS
+        return RowFormat(kind, "prompt_dataset")
     if isinstance(row.get("text"), str) and is_class_label(row.get("label")):
         return RowFormat(LABELED_TEXTS, "classification_dataset")
     texts = [name for name, value in row.items() if isinstance(value, str)]
-    if texts and ("text" in row or len(row) == 1):
-        column = "text" if "text" in row else texts[0]
-        return RowFormat("raw text", "text_completion_dataset", (("column", column),))
+    if not texts:
+        return None
+    if "text" in row:
+        return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
+    if len(row) == 1:
+        return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", texts[0]),))
     return None
 
 
 def is_class_label(value: Any) -> bool:
     """Return whether a value is a class, a list of classes, or a number."""
-    items = value if isinstance(value, list) else [value]
+    items = [value]
+    if isinstance(value, list):
+        items = value
     return all(isinstance(item, str | int | float) for item in items)
 
 
@@ -300,16 +337,16 @@ def formats_of(transform: Any) -> tuple[str, ...]:
     if isinstance(transform, InputOutputToMessages):
         # Columns of any name may be mapped.
         return (
-            "instructions",
+            INSTRUCTIONS,
             LABELED_TEXTS,
-            "questions about images",
-            "prompts with answers",
-            "conversational prompts with completions",
+            QUESTIONS_ABOUT_IMAGES,
+            PROMPTS_WITH_ANSWERS,
+            CONVERSATIONAL_PROMPTS,
         )
     if isinstance(transform, AlpacaToMessages):
-        return ("Alpaca",)
+        return (ALPACA,)
     if isinstance(transform, ChosenRejectedToMessages):
-        return ("preference pairs",)
+        return (PREFERENCE_PAIRS,)
     return tuple(getattr(transform, "formats", ()))
 
 
@@ -317,4 +354,6 @@ def read_label(value: Any) -> bool | None:
     """Return whether an answer is good, by its label (a bool, 1, 0, or one of them as text); None for another value."""
     if isinstance(value, str):
         return {"true": True, "1": True, "false": False, "0": False}.get(value.strip().lower())
-    return bool(value) if value in (True, False) else None
+    if value in (True, False):  # also 1 and 0, and 1.0 and 0.0
+        return bool(value)
+    return None

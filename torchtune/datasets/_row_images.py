@@ -46,9 +46,13 @@ def encoded(rows: Any, message_transform: Any) -> Any:
     """Return rows of a table as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
     if not getattr(message_transform, "takes_encoded_images", False):
         return rows
-    table = rows.table if isinstance(rows, TableRows) else rows
+    table = rows
+    if isinstance(rows, TableRows):
+        table = rows.table
     is_table = hasattr(table, "with_format") and hasattr(table, "features")  # a datasets.Dataset
-    return EncodedRows(table) if is_table else rows
+    if not is_table:
+        return rows
+    return EncodedRows(table)
 
 
 def images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -75,7 +79,9 @@ def content_of(image: Any) -> Any:
         return image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
         return image
-    return str(image) if isinstance(image, str | Path) else id(image)
+    if isinstance(image, str | Path):
+        return str(image)
+    return id(image)
 
 
 def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
@@ -84,11 +90,19 @@ def check_images(sample: Mapping[str, Any], decode: bool) -> list[int]:
     Returns:
         number of images, and a checksum of their paths or bytes (0 if they have neither).
     """
+
+    def check(image: Any) -> None:
+        if not isinstance(image, torch.Tensor):  # pixels need no check
+            check_image(image, decode)
+
     images = images_of(sample)
-    each_image(lambda image: None if isinstance(image, torch.Tensor) else check_image(image, decode), images)
+    each_image(check, images)
     checksum = 0
     for image in images:
-        for frame in image.frames if isinstance(image, Video) else [image]:
+        frames = [image]
+        if isinstance(image, Video):
+            frames = image.frames
+        for frame in frames:
             content = content_of(frame)
             if isinstance(content, str):
                 content = content.encode()
@@ -110,7 +124,10 @@ def tokenize_text(
     """
     if not any(message.contains_media for message in messages):
         sample = {"messages": messages} | tools_entry(tools)
-        row = tokenizer(sample, inference=True) if inference else arrays_of(tokenizer, sample)
+        if inference:
+            row = tokenizer(sample, inference=True)
+        else:
+            row = arrays_of(tokenizer, sample)
         return row["tokens"], row["mask"], {}
     if not getattr(tokenizer, "gives_patches", False):
         raise DataError(f"a turn has an image, but a {type(tokenizer).__name__} takes text only here: use text")
@@ -121,16 +138,21 @@ def tokenize_text(
 
 def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
     """Replace image paths and bytes by Pillow images; raise :class:`DataError` if an image cannot be read."""
-    opened = each_image(
-        lambda image: image if isinstance(image, torch.Tensor) else open_image(image), images_of(sample)
-    )
-    images = iter(opened)
+
+    def opened(image: Any) -> Any:
+        if isinstance(image, torch.Tensor):
+            return image
+        return open_image(image)
+
+    images = iter(each_image(opened, images_of(sample)))
     for message in sample.get("messages") or ():
         if not isinstance(message, Message) or not message.contains_media:
             continue
         content = []
         for item in message.content:
-            content.append(item if item["type"] == "text" else {**item, "content": next(images)})
+            if item["type"] != "text":
+                item = {**item, "content": next(images)}
+            content.append(item)
         message.content = content
     return sample
 
@@ -156,13 +178,19 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
 
 def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -> DataError:
     """Build the error of a row that failed only when it was read."""
+    position = f"{source}, row {row}"
     location = location_of(rows, row)
-    line = f" ({location})" if location else ""
-    advice = "" if skips else ", or leave such rows out with on_bad_row=skip"
-    return DataError(f"{source}, row {row}{line}: {str(error).rstrip('.')}; correct it{advice}.")
+    if location:
+        position += f" ({location})"
+    advice = "correct it"
+    if not skips:
+        advice += ", or leave such rows out with on_bad_row=skip"
+    return DataError(f"{position}: {str(error).rstrip('.')}; {advice}.")
 
 
 def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
     as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
-    return transform(sample) if as_arrays is None else as_arrays(transform, sample)
+    if as_arrays is None:
+        return transform(sample)
+    return as_arrays(transform, sample)

@@ -1,310 +1,36 @@
-"""Loading of rows from local files, folders and the Hub."""
+"""Sources of rows: in memory, or loaded from local files, folders and the Hub."""
 
-import difflib
 import glob
-import itertools
 import logging
-import os
 import socket
 import threading
 import urllib.request
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from torchtune.data import DataError
-from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file, settings_of, suffix_of
-from torchtune.datasets._file_rows import FileRows, matching
+from torchtune.datasets._data_files import (
+    file_names,
+    is_remote_name,
+    is_saved,
+    local_files,
+    resolve_source,
+    rows_of_split,
+)
+from torchtune.datasets._file_formats import LOADERS
+from torchtune.datasets._file_rows import FileRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import check_preview, limited
-from torchtune.utils import RemoteFolder, UserError, first_line, get_logger, log_once
+from torchtune.utils import first_line
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
 Source = str | Path | Iterable[Mapping[str, Any]]
-# Loaders whose files this library reads itself, by the class of their settings in the datasets package.
-# Protocols that the datasets package reads without fsspec's file systems.
-_OWN_PROTOCOLS = ("http://", "https://", "hf://")
-_OWN = {"CsvConfig": "csv", "JsonConfig": "json", "TextConfig": "text"}
-# Files in a folder that `save_to_disk` of a dataset, or of a dataset with splits, wrote.
-_SAVED = ("state.json", "dataset_dict.json")
-# Local files with their formats, by split.
-LocalFiles = Mapping[str, Sequence[tuple[str, FileFormat]]]
-
-
-def _is_remote(name: str) -> bool:
-    return "://" in name
-
-
-def _files(data_files: Any) -> list[str]:
-    """Return all files of a ``data_files`` setting, which is None, a file, a list, or a mapping split -> files."""
-    if data_files is None:
-        return []
-    if isinstance(data_files, str | Path):
-        return [str(data_files)]
-    values = data_files.values() if isinstance(data_files, Mapping) else data_files
-    names = []
-    for value in values:
-        names += _files(value)
-    return names
-
-
-def _looks_local(name: str) -> bool:
-    """Return whether a name can only be a path: a Hub dataset has at most one slash, and never at an end."""
-    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
-
-
-def _missing_path(kind: str, name: str) -> DataError:
-    """Return the error for a path that does not exist, with a similar name from the same folder."""
-    path = Path(name).expanduser()
-    names_in_folder = sorted(entry.name for entry in path.parent.iterdir()) if path.parent.is_dir() else []
-    similar = difflib.get_close_matches(path.name, names_in_folder, n=1)
-    hint = f"; did you mean {path.with_name(similar[0])}" if similar else ""
-    folder = "" if path.is_absolute() else f" (in {Path.cwd()})"
-    return DataError(f"There is no {kind} {name}{folder}: correct the path{hint}.")
-
-
-def _check_files(names: Sequence[str]) -> None:
-    for name in names:
-        path = Path(name).expanduser()
-        if _is_remote(name):
-            continue
-        if path.is_dir():
-            raise DataError(f"data_files names the folder {name}: name the files in it, for example {path}/*.jsonl.")
-        if path.is_file():
-            if path.stat().st_size == 0:
-                raise DataError(f"The data file {name} is empty.")
-        elif not glob.glob(str(path), recursive=True):
-            raise _missing_path("data file", name)
-
-
-def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the path and arguments for ``datasets.load_dataset``.
-
-    ``source`` may be a file; its suffix selects the loader. Local ``data_files`` replace a Hub dataset, so that
-    ``dataset.data_files=mine.jsonl`` alone is enough.
-
-    Raises:
-        DataError: a file or folder is missing or empty, or has an unsupported type.
-    """
-    kwargs = dict(kwargs)
-    source = _plain(source)
-    loaders = set(LOADERS.values())
-    if kwargs.get("data_files") is not None:
-        kwargs["data_files"] = _plain(kwargs["data_files"])
-    names = _files(kwargs.get("data_files"))
-    if source in loaders and not names and kwargs.get("data_dir") is not None:
-        source = _folder_of_loader(source, str(kwargs.pop("data_dir")))
-    if source not in loaders:
-        if Path(source).is_dir():
-            return source, kwargs
-        if suffix_of(source) in LOADERS:
-            names = [source]
-            kwargs["data_files"] = source
-            source = LOADERS[suffix_of(source)]
-        # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
-        elif any(_is_remote(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names):
-            _check_files(names)
-            loaders_of_names = {LOADERS.get(suffix_of(name)) for name in names}
-            if len(loaders_of_names) != 1 or None in loaders_of_names:
-                raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
-            get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
-            source = loaders_of_names.pop()
-        elif Path(source).is_file():
-            raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
-        elif not _is_remote(source) and _looks_local(source):
-            raise _missing_path("folder or file", source)
-    if source in loaders:
-        if not names:
-            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
-        _check_files(names)
-        if all(suffix_of(name) == ".tsv" for name in names):
-            kwargs.setdefault("sep", "\t")
-    return source, kwargs
-
-
-def _folder_of_loader(loader: str, data_dir: str) -> str:
-    """Return ``data_dir``; raise unless ``loader`` reads its most frequent file type, as the datasets package does."""
-    folder = Path(data_dir).expanduser()
-    if not folder.is_dir():
-        raise _missing_path("folder", data_dir)
-    counts = Counter(LOADERS.get(suffix_of(path.name)) for path in folder.rglob("*") if path.is_file())
-    del counts[None]  # files that are not data
-    most_frequent = [name for name, count in counts.items() if count == max(counts.values())]
-    if most_frequent != [loader]:
-        files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items())) or "none that are read"
-        raise DataError(
-            f"data_dir={data_dir} is to be read as {loader}, and its files are {files}: name those that are meant with "
-            "data_files."
-        )
-    return str(folder)
-
-
-def _plain(data_files: Any) -> Any:
-    """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
-    if isinstance(data_files, str | Path):
-        name = str(data_files)
-        return name if _is_remote(name) else os.path.expanduser(name)
-    if isinstance(data_files, Mapping):
-        return {str(split): _plain(files) for split, files in data_files.items()}
-    return [_plain(name) for name in data_files]
-
-
-def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
-    """Return the local files of a whole split; None if other settings are used, or files are remote."""
-    files = kwargs.get("data_files")
-    split = kwargs.get("split")
-    if isinstance(files, Mapping):
-        files = files.get(split)
-    elif split not in ("train", None):
-        return None
-    has_settings = any(kwargs[name] is not None for name in kwargs.keys() - {"split", "data_files", "streaming"})
-    if files is None or has_settings or any(map(_is_remote, _files(files))):
-        return None
-    return _files(files)
-
-
-def local_files(path: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
-    """Return the files that this library reads itself, with their formats, by split.
-
-    Args:
-        path: loader or folder, see :func:`resolve_source`.
-        kwargs: arguments of ``datasets.load_dataset``.
-
-    Returns:
-        None if the ``datasets`` package is to read the rows.
-
-    Raises:
-        DataError: a file cannot be read or fetched, or a table has a setting that is not known.
-    """
-    settings = {name: value for name, value in kwargs.items() if name not in ("data_files", "split", "streaming")}
-    loader = path
-    files = kwargs.get("data_files")
-    if path not in LOADERS.values():
-        loader, files, folder_settings = _files_of_folder(path, kwargs)
-        settings = folder_settings | settings
-        settings.pop("data_dir", None)
-    if loader not in _OWN.values() or files is None:
-        return None
-    # The package streams remote JSON and text as they are; of a table it would infer the types.
-    if kwargs.get("streaming") and loader != "csv" and any(map(_is_remote, _files(files))):
-        return None
-    format_settings = settings_of(loader, settings)
-    if format_settings is None:
-        return None
-    splits = files if isinstance(files, Mapping) else {"train": files}
-    files_of_split = {}
-    for split, names in splits.items():
-        paths = matching(_downloaded(_files(names)))
-        files_of_split[split] = [(path, format_of_file(path, loader, format_settings)) for path in paths]
-    return files_of_split
-
-
-def _downloaded(names: Sequence[str]) -> list[str]:
-    """Return local names of files; remote ones are fetched into the cache of the ``datasets`` package."""
-    if not any(map(_is_remote, names)):
-        return list(names)
-    import datasets
-
-    paths = []
-    try:
-        for name in names:
-            if _is_remote(name) and not name.startswith(_OWN_PROTOCOLS):
-                RemoteFolder(name, "data_files")  # names the package that a protocol needs
-            paths.append(str(datasets.DownloadManager().download(name)) if _is_remote(name) else name)
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # the clients of object stores and of the hub share no base class
-        raise DataError(
-            f"{', '.join(names)} cannot be fetched ({first_line(error)}): check the address, the credentials, and the "
-            "network."
-        ) from error
-    return paths
-
-
-def is_saved(folder: str) -> bool:
-    """Return whether ``save_to_disk`` of the ``datasets`` package wrote a folder."""
-    return any((Path(folder) / name).is_file() for name in _SAVED)
-
-
-def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, list[str]] | None, dict[str, Any]]:
-    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them."""
-    if not Path(folder).is_dir() or is_saved(folder):
-        return folder, None, {}
-    import datasets
-
-    selection = {name: kwargs[name] for name in ("name", "data_files", "data_dir") if kwargs.get(name) is not None}
-    try:
-        builder = datasets.load_dataset_builder(folder, **selection)
-    except (ValueError, OSError, TypeError, datasets.exceptions.DatasetNotFoundError):
-        return folder, None, {}  # `load_dataset` gives the reason
-    files = builder.config.data_files
-    loader = _OWN.get(type(builder.config).__name__, folder)
-    if files is None:
-        return loader, None, {}
-    if not selection:
-        _warn_of_unread_files(folder, _files(files))
-    # Settings in the folder's README, and the delimiter of .tsv files; not every loader has each.
-    settings = {}
-    for name in ("sep", "names", "skiprows", "field"):
-        value = getattr(builder.config, name, None)
-        if value not in (None, ","):
-            settings[name] = value
-    return loader, {str(split): list(map(str, names)) for split, names in files.items()}, settings
-
-
-def _warn_of_unread_files(folder: str, names: Sequence[str]) -> None:
-    """Log a warning about data files of a folder that no split has: those of another kind, or without a split's name.
-
-    Args:
-        folder: the folder.
-        names: files of all splits.
-    """
-    read = {Path(name).resolve() for name in names}
-    unread = []
-    for path in sorted(Path(folder).rglob("*.*")):
-        # Texts are often licenses, and a name that begins with a dot or an underscore is not data.
-        is_data = suffix_of(path.name) in LOADERS and suffix_of(path.name) != ".txt" and path.name[0] not in "._"
-        if is_data and path.is_file() and path.resolve() not in read:
-            unread.append(str(path.relative_to(folder)))
-    if unread:
-        examples = ", ".join(unread[:3])
-        if len(unread) > 3:
-            examples += f" and {len(unread) - 3:,} more"
-        log_once(
-            get_logger(),
-            f"{folder}: a folder is read as files of one kind, and with names of splits if some have them, which "
-            f"leaves out {examples}: name the files with data_files to read them.",
-            logging.WARNING,
-        )
-
-
-def _rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRows:
-    """Return the rows of a split, or of parts of splits such as ``train[:10%]``."""
-    if split is None:
-        raise DataError(f"{source} has the splits {', '.join(files)}: set split to one of them.")
-    if split in files:
-        return FileRows(files[split])
-    import datasets
-
-    sizes = {name: len(FileRows(files_of_split)) for name, files_of_split in files.items()}
-    if split == "all":
-        split = "+".join(files)
-    try:
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-    except (ValueError, AssertionError) as error:
-        raise DataError(f"Cannot load {source}: {first_line(error)}.") from error
-    first_rows = dict(zip(sizes, [0, *itertools.accumulate(sizes.values())], strict=False))
-    numbers = [first_rows[part.splitname] + np.arange(part.from_, part.to) for part in parts]
-    files_of_all_splits = list(itertools.chain.from_iterable(files.values()))
-    return FileRows(files_of_all_splits).select(np.concatenate(numbers))
 
 
 class TableRows:
@@ -346,12 +72,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value
-
-
-def _has_nested_fields(rows: Any) -> bool:
-    """Return whether rows are a ``datasets.Dataset`` with a column of mappings."""
-    schema = getattr(getattr(rows, "features", None), "arrow_schema", ())
-    return any("struct<" in str(field.type) for field in schema)
 
 
 class RowSource:
@@ -402,7 +122,9 @@ class RowSource:
             )
         if kwargs.pop("shuffle_buffer", None) is not None:
             raise DataError("shuffle_buffer is for streaming=True: leave it out, all rows are shuffled.")
-        self.prepared = None if prepared is None else Path(prepared).expanduser()
+        self.prepared: Path | None = None
+        if prepared is not None:
+            self.prepared = Path(prepared).expanduser()
         self._filter = filter_fn
         self._filter_kwargs = filter_kwargs
         self._kwargs = kwargs.copy()
@@ -424,9 +146,14 @@ class RowSource:
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
-        return TableRows(rows) if _has_nested_fields(rows) else rows
+        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())  # of a datasets.Dataset
+        has_mappings = any("struct<" in str(field.type) for field in schema)
+        if has_mappings:
+            return TableRows(rows)
+        return rows
 
     def _loaded(self) -> Any:
+        """Load the rows of a named source, once."""
         if self._rows is None:
             self._rows = self._load()
         return self._rows
@@ -442,7 +169,9 @@ class RowSource:
             fingerprint.add("on_bad_row", "skip")
         if not self._is_in_memory and self._add_local_files(fingerprint):
             return
-        rows = self._rows if self._is_in_memory else self._loaded()
+        rows = self._rows
+        if not self._is_in_memory:
+            rows = self._loaded()
         table_fingerprint = getattr(rows, "_fingerprint", None)
         if isinstance(table_fingerprint, str):  # of a datasets.Dataset; covers content and transforms
             fingerprint.add("data", table_fingerprint)
@@ -452,16 +181,22 @@ class RowSource:
     def _add_local_files(self, fingerprint: Fingerprint) -> bool:
         """Add the content of local files to a fingerprint; return False, and add nothing, for a remote source."""
         path, kwargs = resolve_source(self._source, self._kwargs)
-        is_folder = path not in LOADERS.values()
-        files = path if is_folder else kwargs.pop("data_files", None)
-        names = _files(files)
+        if path in LOADERS.values():
+            loader = path
+            files = kwargs.pop("data_files", None)
+        else:  # the fingerprint is that of its files, wherever it stands
+            loader = "folder"
+            files = path
+        names = file_names(files)
         for name in names:
-            if not Path(name).exists() and (_is_remote(name) or not glob.glob(name, recursive=True)):
+            if Path(name).exists():
+                continue
+            if is_remote_name(name) or not glob.glob(name, recursive=True):
                 return False
         num_files = None
-        if isinstance(files, Mapping):
-            num_files = {split: len(_files(files_of_split)) for split, files_of_split in files.items()}
-        fingerprint.add_files("data", ["folder" if is_folder else path, kwargs, num_files], names)
+        if isinstance(files, Mapping):  # which of the files belong to which split
+            num_files = {split: len(file_names(files_of_split)) for split, files_of_split in files.items()}
+        fingerprint.add_files("data", [loader, kwargs, num_files], names)
         return True
 
 
@@ -509,7 +244,10 @@ def _filtered(
         else:
             rows = [row for row in rows if filter_fn(row)]
     if hasattr(rows, "__len__") and len(rows) == 0:
-        raise DataError(f"{'There are no rows' if filter_fn is None else 'filter_fn leaves no rows'} in {source}.")
+        problem = "There are no rows"
+        if filter_fn is not None:
+            problem = "filter_fn leaves no rows"
+        raise DataError(f"{problem} in {source}.")
     return rows
 
 
@@ -523,7 +261,9 @@ def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) 
     kwargs = settings.get("fn_kwargs") or {}
 
     def keep(row: Mapping[str, Any], number: int) -> bool:
-        arguments = [row] if columns is None else [row[name] for name in columns]
+        arguments: list[Any] = [row]
+        if columns is not None:
+            arguments = [row[name] for name in columns]
         if settings.get("with_indices"):
             arguments.append(number)
         return filter_fn(*arguments, **kwargs)
@@ -554,34 +294,36 @@ def load_rows(
         DataError: the source cannot be found, reached or read, has no such split, or has no rows.
     """
     path, kwargs = resolve_source(source, load_dataset_kwargs)
-    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
-    # A name that is neither a file nor a folder is one of the Hub.
-    is_remote = any(map(_is_remote, names)) if names else not Path(path).is_dir()
+    names: list[str] = []
+    is_remote = not Path(path).is_dir()  # a name that is neither a file nor a folder is one of the Hub
+    if path in LOADERS.values():
+        names = file_names(kwargs.get("data_files"))
+        is_remote = any(map(is_remote_name, names))
     check_preview(source, is_remote=is_remote)
     name = ", ".join(names) or source
     split = kwargs.get("split")
-    streaming = bool(kwargs.get("streaming"))
-    name_with_split = name if split is None else f"{name} (split {split})"
-    files = None if streaming else local_files(path, kwargs)
+    if kwargs.get("streaming"):
+        return _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
+    files = local_files(path, kwargs)
     if files is not None:
-        rows = _rows_of_split(files, split, name)
+        rows = rows_of_split(files, split, name)
     else:
-        rows = _load_with_package(path, kwargs, source, load_dataset_kwargs)
-        if isinstance(rows, dict):
-            raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
-        if streaming:
-            return rows
+        rows = _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
+    name_with_split = name
+    if split is not None:
+        name_with_split = f"{name} (split {split})"
     return limited(_filtered(rows, filter_fn, filter_kwargs, name_with_split))
 
 
 def _load_with_package(
-    path: str, kwargs: Mapping[str, Any], source: str, load_dataset_kwargs: Mapping[str, Any]
+    path: str, kwargs: Mapping[str, Any], name: str, source: str, load_dataset_kwargs: Mapping[str, Any]
 ) -> Any:
     """Load rows with the ``datasets`` package, and explain its errors.
 
     Args:
         path: path for ``datasets.load_dataset``, see :func:`resolve_source`.
         kwargs: its other arguments.
+        name: names of the files, or the source, for messages.
         source: the source as the user named it, for messages.
         load_dataset_kwargs: arguments as the user named them, for messages.
 
@@ -590,17 +332,18 @@ def _load_with_package(
     """
     import datasets
 
-    names = _files(kwargs.get("data_files")) if path in LOADERS.values() else []
-    name = ", ".join(names) or source
+    is_on_hub = path not in LOADERS.values() and not Path(path).is_dir()
     try:
-        with warnings.catch_warnings(), _reported_once():
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(_reported_once())
             warnings.simplefilter("ignore", ResourceWarning)
+            if is_on_hub:
+                stack.enter_context(without_waiting_for_the_hub())
             if is_saved(path):
-                return _saved_rows(path, kwargs)
-            if names or Path(path).is_dir():
-                return datasets.load_dataset(path, **kwargs)
-            with without_waiting_for_the_hub():
-                return datasets.load_dataset(path, **kwargs)
+                rows = _saved_rows(path, kwargs)
+            else:
+                rows = datasets.load_dataset(path, **kwargs)
     except datasets.exceptions.DatasetNotFoundError as error:
         if "gated" in str(error):
             raise DataError(
@@ -612,14 +355,18 @@ def _load_with_package(
             "the source, log in with 'hf auth login', or give the path of a .json, .jsonl, .csv or .parquet file."
         ) from error
     except (ConnectionError, FileNotFoundError) as error:
-        files = ", ".join(_files(load_dataset_kwargs.get("data_files")))
-        hint = f", and there is no data file {files} in {Path.cwd()}" if files else ""
+        files = ", ".join(file_names(load_dataset_kwargs.get("data_files")))
+        hint = ""
+        if files:
+            hint = f", and there is no data file {files} in {Path.cwd()}"
         status = _hub_status(error)
         if status is not None:
-            limit = ", because it limits the number of requests" if status == 429 else ""
+            answer = f"status {status}"
+            if status == 429:
+                answer += ", because it limits the number of requests"
             raise DataError(
-                f"Dataset '{source}' cannot be fetched: the hub answers with status {status}{limit}: try again in some "
-                "minutes, set HF_TOKEN, or give a local file with dataset.data_files."
+                f"Dataset '{source}' cannot be fetched: the hub answers with {answer}: try again in some minutes, set "
+                "HF_TOKEN, or give a local file with dataset.data_files."
             ) from error
         if isinstance(error, FileNotFoundError):
             if Path(path).is_dir() and not files:
@@ -648,6 +395,9 @@ def _load_with_package(
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {name} (split {kwargs.get('split')}).") from error
         raise DataError(f"Cannot load {name}: {first_line(error)}.") from error
+    if isinstance(rows, dict):
+        raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
+    return rows
 
 
 def _hub_status(error: BaseException) -> int | None:
@@ -682,7 +432,9 @@ def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
     if split != name:
         slices = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows)})
         rows = rows.select(range(slices[0].from_, slices[0].to))
-    return rows.to_iterable_dataset() if kwargs.get("streaming") else rows
+    if kwargs.get("streaming"):
+        return rows.to_iterable_dataset()
+    return rows
 
 
 @contextmanager
@@ -718,7 +470,11 @@ def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
     if urllib.request.getproxies():
         return True
     address = urlsplit(endpoint)
-    port = address.port or (80 if address.scheme == "http" else 443)
+    port = address.port
+    if port is None and address.scheme == "http":
+        port = 80
+    elif port is None:
+        port = 443
     answers = threading.Event()
 
     def connect() -> None:

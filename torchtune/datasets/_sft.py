@@ -1,27 +1,35 @@
-"""Datasets for supervised fine-tuning: rows -> messages -> tokens and labels."""
+"""Datasets for supervised fine-tuning (rows -> messages -> tokens and labels), and the public ones among them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from torchtune.data import (
     CROSS_ENTROPY_IGNORE_IDX,
+    AlpacaToMessages,
     Conversation,
     DataError,
+    InputOutputToMessages,
+    MaskingName,
+    MaskingStrategy,
     Message,
     Transform,
     as_messages,
+    check_column_map,
+    column,
     copy_sample,
     read_row_weight,
+    resolve_masking,
     validate_messages,
     warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
+from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_cache import is_preparing
-from torchtune.datasets._row_formats import formats_of
+from torchtune.datasets._row_formats import KINDS, STYLES, conversations_of, formats_of
 from torchtune.datasets._row_images import (
     arrays_of,
     check_images,
@@ -32,8 +40,9 @@ from torchtune.datasets._row_images import (
     with_open_images,
 )
 from torchtune.datasets._row_source import RowSource, Source
+from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows, shifted_labels
-from torchtune.tokenizers import check_tokenizer, tool_options
+from torchtune.tokenizers import ModelTokenizer, check_tokenizer, tool_options
 
 
 class SFTTransform(Transform):
@@ -92,6 +101,7 @@ class SFTTransform(Transform):
         return [self._tokenized({**sample, "messages": messages}, arrays_of) for messages in conversations]
 
     def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
+        """Return a row of a sample with messages; ``tokenize`` calls the model transform with it."""
         return with_label_weights(sample, lambda sample: self._labeled(sample, tokenize))
 
     def _labeled(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
@@ -103,10 +113,8 @@ class SFTTransform(Transform):
             sample = tokenize(self.model_transform, sample)
         sample = copy_sample(sample, "the model transform")
         if "tokens" not in sample or "mask" not in sample:
-            raise DataError(
-                f"the model transform gives {', '.join(map(str, sample)) or 'nothing'}, but 'tokens' and 'mask' are "
-                "needed"
-            )
+            outputs = ", ".join(map(str, sample)) or "nothing"
+            raise DataError(f"the model transform gives {outputs}, but 'tokens' and 'mask' are needed")
         sample["labels"] = shifted_labels(sample["tokens"], sample.pop("mask"))
         return sample
 
@@ -118,19 +126,15 @@ class SFTTransform(Transform):
         sample = copy_sample(self.message_transform(row), "message_transform")
         if "messages" in sample:
             sample["messages"] = as_messages(sample["messages"])
-            self._apply_row_weight(row, sample["messages"])
+            warn_of_similar_columns(row, self.weight_column)
+            weight = read_row_weight(row, self.weight_column)
+            for message in sample["messages"]:
+                message.weight *= weight
             if not self.allow_any_order:
                 validate_messages(sample["messages"])
             if not self.allow_empty_answers:
                 check_answers(sample["messages"])
         return sample
-
-    def _apply_row_weight(self, row: Mapping[str, Any], messages: Sequence[Message]) -> None:
-        """Multiply the weights of the turns by that of the row; raise :class:`DataError` for a weight of 0."""
-        warn_of_similar_columns(row, self.weight_column)
-        weight = read_row_weight(row, self.weight_column)
-        for message in messages:
-            message.weight *= weight
 
     def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
@@ -138,7 +142,7 @@ class SFTTransform(Transform):
         Image files are opened, and decoded if ``decode``. Raises :class:`DataError`.
         """
         sample = self.messages(sample)
-        images = check_images(sample, decode)
+        images = check_images(sample, decode)  # before the text, so that a broken image is the reason that is given
         if "messages" not in sample:
             raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
         options = tool_options(self.model_transform, sample.get("tools"))
@@ -173,18 +177,13 @@ def with_label_weights(
     for weight in weights:
         labels = row["labels"]
         if len(weights) > 1:
-            labels = labeled({**sample, "messages": _masked_unless(messages, weight)})["labels"]
+            turns_of_weight = [copy(message) for message in messages]
+            for message in turns_of_weight:
+                message.masked = message.masked or message.weight != weight
+            labels = labeled({**sample, "messages": turns_of_weight})["labels"]
         label_weights[np.asarray(labels) != CROSS_ENTROPY_IGNORE_IDX] = weight
     row["label_weights"] = label_weights
     return row
-
-
-def _masked_unless(messages: Sequence[Message], weight: float) -> list[Message]:
-    """Return copies of the messages, of which those with another weight are masked."""
-    copies = [copy(message) for message in messages]
-    for message in copies:
-        message.masked = message.masked or message.weight != weight
-    return copies
 
 
 class RowsOnReading:
@@ -222,9 +221,15 @@ class RowsOnReading:
         """
         skips = self._source.skips
         bad = BadRows(self._source.name, self._rows, skips=skips, way_out="on_bad_row=skip")
-        notes = check_rows(self._rows, lambda row: check_images(self._transform.messages(row), skips), bad)
-        numbers = np.delete(np.arange(len(self._rows)), [row for row, _ in bad.reasons])
-        report_left_out(bad.reasons, self._source.name, len(self._rows), len(numbers))
+
+        def check(row: Mapping[str, Any]) -> list[int]:
+            return check_images(self._transform.messages(row), decode=skips)
+
+        notes = check_rows(self._rows, check, bad)
+        num_rows = len(self._rows)
+        bad_rows = [row for row, _ in bad.reasons]
+        numbers = np.delete(np.arange(num_rows), bad_rows)
+        report_left_out(bad.reasons, self._source.name, num_rows, len(numbers))
         return numbers, _image_counts(notes)
 
 
@@ -298,11 +303,16 @@ class SFTDataset(TokenizedDataset):
         side = getattr(model_transform, "truncation_type", "right")
         # Such a transform tokenizes text alone, so that all rows are checked and measured before training.
         takes_images = bool(getattr(model_transform, "takes_images", False))
-        load = row_source.rows
         is_exact = True
+
+        def load() -> Any:
+            rows = row_source.rows()
+            if takes_images:
+                return encoded(rows, message_transform)
+            return rows
+
         if takes_images:
             tokenize = partial(transform.text, decode=row_source.skips)
-            load = partial(_encoded_rows, row_source, message_transform)
             # The fingerprint does not cover which images are broken.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
@@ -318,11 +328,12 @@ class SFTDataset(TokenizedDataset):
             is_exact=is_exact,
         )
         self._on_reading: RowsOnReading | None = None
+        # Rows with the same text may have different images.
         super().__init__(row_source, rows, limit=limit, are_only_tokens=not takes_images and rows is not None)
         self._transform = transform
         if takes_images or rows is None:
             self._on_reading = RowsOnReading(row_source, transform)
-        if rows is None:
+        if rows is None:  # of a transform that returns more than tokens, nothing is known without reading all rows
             self._numbers, self._image_counts = self._on_reading.check_images()
         else:
             self._image_counts = _image_counts(rows.notes)
@@ -340,13 +351,17 @@ class SFTDataset(TokenizedDataset):
     @property
     def num_images(self) -> int | None:
         """Number of images in all rows; ``None`` for text."""
-        return int(self._image_counts.sum()) if self.on_reading else None
+        if not self.on_reading:
+            return None
+        return int(self._image_counts.sum())
 
     @property
     def image_tokens(self) -> np.ndarray | None:
         """Number of image tokens in each row, int64 ``[rows]``; ``None`` if the model has no image tokens."""
         ids = getattr(self._transform.model_transform, "image_tokens", None)
-        return None if self.store is None or ids is None else self.store.count(list(ids))
+        if self.store is None or ids is None:
+            return None
+        return self.store.count(list(ids))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return ``tokens`` and pre-shifted ``labels`` as lists, and further outputs of the transform.
@@ -379,10 +394,325 @@ class SFTDataset(TokenizedDataset):
         return self._on_reading.images(int(self._numbers[index]))
 
 
-def _encoded_rows(source: RowSource, message_transform: Transform) -> Any:
-    return encoded(source.rows(), message_transform)
-
-
 def _image_counts(notes: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the number of images of each row, int64 ``[rows]``, of the notes of :func:`check_images`."""
     return np.array([count for count, _ in notes], np.int64)
+
+
+def sft_dataset(
+    tokenizer: Any, source: Source, message_transform: Transform, *, packed: bool, **settings: Any
+) -> SFTDataset | PackedDataset | StreamedDataset:
+    """Build an :class:`SFTDataset` (packed if ``packed``) or, with ``streaming=True``, a :class:`StreamedDataset`.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+    """
+    length = None
+    if packed:  # fails before the rows are read
+        length = pack_length(tokenizer)
+    if settings.get("streaming"):
+        if getattr(tokenizer, "reasoning", None) == "split":
+            raise DataError("reasoning=split makes several samples of a row: leave streaming out.")
+        # Settings of the transform, not of the source.
+        transform_settings = {}
+        for name in ("allow_any_order", "allow_empty_answers", "weight_column"):
+            if name in settings:
+                transform_settings[name] = settings.pop(name)
+        return StreamedDataset(
+            SFTTransform(message_transform, tokenizer, **transform_settings).as_arrays,
+            source,
+            limit=getattr(tokenizer, "max_seq_len", None),
+            side=getattr(tokenizer, "truncation_type", "right"),
+            tokenizer=tokenizer,
+            pack_length=length,
+            **settings,
+        )
+    dataset = SFTDataset(source=source, message_transform=message_transform, model_transform=tokenizer, **settings)
+    if length is None:
+        return dataset
+    return PackedDataset(dataset, max_seq_len=length)
+
+
+class ConversationToMessages(Transform):
+    """Transform of a conversation in OpenAI or ShareGPT format, which finds column and format in each row.
+
+    Args:
+        conversation_column: column of the conversation; None: the only one that holds a conversation.
+        conversation_style: ``"openai"`` or ``"sharegpt"``; None: that of the first turn.
+        new_system_prompt: system prompt that replaces the conversation's system turn.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: the style is unknown; when called, a row has no conversation, or several.
+    """
+
+    takes_encoded_images = True  # encoded files need not be decoded first
+
+    def __init__(
+        self,
+        conversation_column: str | None,
+        conversation_style: str | None,
+        new_system_prompt: str | None,
+        masking_strategy: MaskingStrategy,
+    ) -> None:
+        if conversation_style is not None and conversation_style not in STYLES:
+            raise DataError(f"conversation_style must be {' or '.join(STYLES)}, not '{conversation_style}'.")
+        self.conversation_column = conversation_column
+        self.conversation_style = conversation_style
+        self.new_system_prompt = new_system_prompt
+        self.masking_strategy = masking_strategy
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of rows that are read, see :func:`formats_of`."""
+        if self.conversation_style is None:
+            return tuple(KINDS.values())
+        return (KINDS[self.conversation_style],)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
+        name, style = self._reading(sample)
+        _, transform, key = STYLES[style]
+        convert = transform(
+            column_map={key: name}, new_system_prompt=self.new_system_prompt, masking_strategy=self.masking_strategy
+        )
+        return convert(sample)
+
+    def _reading(self, sample: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the column and the format of the row's conversation."""
+        if self.conversation_column is not None and self.conversation_style is not None:
+            return self.conversation_column, self.conversation_style
+        columns = sample
+        if self.conversation_column is not None:
+            columns = {self.conversation_column: column(sample, self.conversation_column)}
+        readings = conversations_of(columns)
+        if self.conversation_style is not None:
+            readings = [reading for reading in readings if reading[1] == self.conversation_style]
+        if len(readings) > 1:
+            settings = [f"conversation_column={name} conversation_style={style}" for name, style in readings[:2]]
+            raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")
+        if not readings:
+            if self.conversation_column is not None:
+                return self.conversation_column, "openai"  # whose transform says what is wrong with the column
+            raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
+        return readings[0]
+
+
+def chat_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source,
+    conversation_column: str | None = None,
+    conversation_style: Literal["openai", "sharegpt"] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: MaskingName | None = "train_on_assistant",
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> SFTDataset | PackedDataset:
+    """Build a dataset of conversations.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
+        conversation_column: column with the list of messages; by default the only one with such a list.
+        conversation_style: ``"openai"`` (``{"role", "content"}``) or ``"sharegpt"`` (``{"from", "value"}``); by default
+            that of a row's first message.
+        train_on_input: deprecated, use ``masking_strategy``.
+        masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
+        new_system_prompt: system prompt that replaces the conversations' own.
+        packed: pack examples up to the tokenizer's ``max_seq_len``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        split: split of the dataset, for example ``"train"`` or ``"train[:10%]"``.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: ``conversation_style`` is unknown, or ``packed`` is True but the tokenizer has no ``max_seq_len``;
+            further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "one cat"}]}]
+        >>> data = torchtune.datasets.chat_dataset(
+        ...     tokenizer, source=rows
+        ... )
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'one cat'
+    """
+    transform = ConversationToMessages(
+        conversation_column, conversation_style, new_system_prompt, resolve_masking(train_on_input, masking_strategy)
+    )
+    return sft_dataset(
+        tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
+    )
+
+
+def slimorca_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source = "Open-Orca/SlimOrca-Dedup",
+    column_map: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> SFTDataset | PackedDataset:
+    """Build a dataset of conversations in ShareGPT format, column ``conversations``.
+
+    Other arguments: see :func:`chat_dataset`.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> turns = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "one cat"}]
+        >>> len(torchtune.datasets.slimorca_dataset(tokenizer, source=[{"conversations": turns}]))
+        1
+    """
+    column = check_column_map(column_map, {"conversations": "conversations"}, ("conversations",))["conversations"]
+    return chat_dataset(tokenizer, source=source, conversation_column=column, conversation_style="sharegpt", **settings)
+
+
+_PUBLISHED_ALPACA = ("tatsu-lab/alpaca", "yahma/alpaca-cleaned")
+
+
+def instruct_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source,
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: MaskingName | None = "train_on_assistant",
+    new_system_prompt: str | None = None,
+    packed: bool = False,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> SFTDataset | PackedDataset:
+    """Build a dataset of rows with an instruction and an answer.
+
+    Both are texts, or lists of turns: the prompts and completions of a conversation. Of these, the turns of the
+    completion are trained on.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        source: Hub dataset, folder, file, loader name (``json``, ``csv``, ``parquet`` …), or rows in memory.
+        column_map: columns of ``input`` and ``output``; by default the same names.
+        train_on_input: deprecated, use ``masking_strategy``.
+        masking_strategy: ``train_on_assistant``, ``train_on_all`` or ``train_on_last``.
+        new_system_prompt: system prompt to add.
+        packed: pack examples up to the tokenizer's ``max_seq_len``.
+        filter_fn: function of a row; rows for which it returns False are dropped.
+        split: split of the dataset, for example ``"train"`` or ``"train[:10%]"``.
+        **load_dataset_kwargs: passed to ``datasets.load_dataset``, for example ``data_files``.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"input": "What does the cat see?", "output": "a red bird"}]
+        >>> data = torchtune.datasets.instruct_dataset(tokenizer, source=rows)
+        >>> tokenizer.decode([label for label in data[0]["labels"] if label != -100])
+        'a red bird'
+    """
+    transform = InputOutputToMessages(
+        train_on_input=train_on_input,
+        column_map=column_map,
+        new_system_prompt=new_system_prompt,
+        masking_strategy=masking_strategy,
+    )
+    return sft_dataset(
+        tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
+    )
+
+
+def alpaca_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source = "tatsu-lab/alpaca",
+    column_map: Mapping[str, str] | None = None,
+    train_on_input: bool | None = None,
+    masking_strategy: MaskingName | None = "train_on_all",
+    packed: bool = False,
+    filter_fn: Callable[..., bool] | None = None,
+    split: str = "train",
+    **load_dataset_kwargs: Any,
+) -> SFTDataset | PackedDataset:
+    """Build a dataset in Alpaca format: columns ``instruction``, ``input`` (may be empty) and ``output``.
+
+    By default the instruction is trained on, too. Columns ``system`` and ``history`` are read as well, see
+    :class:`torchtune.data.AlpacaToMessages`. The published data has some empty outputs, which are trained on unless
+    ``allow_empty_answers`` is False; in other data they are refused. Arguments: see :func:`instruct_dataset`.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]
+        >>> len(torchtune.datasets.alpaca_dataset(tokenizer, source=rows))
+        1
+    """
+    transform = AlpacaToMessages(
+        train_on_input=train_on_input, column_map=column_map, masking_strategy=masking_strategy
+    )
+    is_published = isinstance(source, str) and source in _PUBLISHED_ALPACA
+    if is_published and load_dataset_kwargs.get("data_files") is None:
+        load_dataset_kwargs.setdefault("allow_empty_answers", True)
+    return sft_dataset(
+        tokenizer, source, transform, packed=packed, filter_fn=filter_fn, split=split, **load_dataset_kwargs
+    )
+
+
+def alpaca_cleaned_dataset(
+    tokenizer: ModelTokenizer, *, source: Source = "yahma/alpaca-cleaned", **settings: Any
+) -> SFTDataset | PackedDataset:
+    """Build a dataset like :func:`alpaca_dataset`, from data with fewer mistakes; the arguments are the same.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"instruction": "Count.", "input": "", "output": "one two"}]
+        >>> len(torchtune.datasets.alpaca_cleaned_dataset(tokenizer, source=rows))
+        1
+    """
+    return alpaca_dataset(tokenizer, source=source, **settings)
+
+
+def grammar_dataset(
+    tokenizer: ModelTokenizer, *, source: Source = "liweili/c4_200m", **settings: Any
+) -> SFTDataset | PackedDataset:
+    """Build a dataset of sentences with and without mistakes, columns ``input`` and ``output``.
+
+    Use it with ``torchtune.data.GrammarErrorCorrectionTemplate``. For the arguments see :func:`instruct_dataset`.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"input": "the cats sees", "output": "the cat sees"}]
+        >>> len(torchtune.datasets.grammar_dataset(tokenizer, source=rows))
+        1
+    """
+    return instruct_dataset(tokenizer, source=source, **settings)
+
+
+def samsum_dataset(
+    tokenizer: ModelTokenizer,
+    *,
+    source: Source = "Samsung/samsum",
+    column_map: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> SFTDataset | PackedDataset:
+    """Build a dataset of dialogues and their summaries, columns ``dialogue`` and ``summary``.
+
+    Use it with ``torchtune.data.SummarizeTemplate``. For the arguments see :func:`instruct_dataset`.
+
+    Raises:
+        DataError: ``packed`` is True but the tokenizer has no ``max_seq_len``; further cases in :class:`SFTDataset`.
+
+    Example:
+        >>> rows = [{"dialogue": "A: Why? B: So.", "summary": "A asks why."}]
+        >>> len(torchtune.datasets.samsum_dataset(tokenizer, source=rows))
+        1
+    """
+    columns = column_map or {"input": "dialogue", "output": "summary"}
+    return instruct_dataset(tokenizer, source=source, column_map=columns, **settings)

@@ -64,7 +64,7 @@ class Shard:
 
     def rows(self, total: int) -> range:
         """Return the shard's rows of a source with ``total`` rows; none if there are fewer batches than shards."""
-        batches = -(-total // ROWS)
+        batches = -(-total // ROWS)  # rounded up
         first_batch = batches * self.index // self.count
         end_batch = batches * (self.index + 1) // self.count
         return range(first_batch * ROWS, min(end_batch * ROWS, total))
@@ -147,6 +147,7 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
         DataError: shards are missing, damaged, in the wrong folder, of different numbers of parts, or made with
             different settings, tokenizers, data or versions. Nothing is joined then.
     """
+    # Everything that can be known is checked before anything is written.
     shards = _shards_in(output)
     manifests = _read_manifests(output, shards)
     _check_agreement(output, manifests)
@@ -164,7 +165,10 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
             )
         with preparing(output):
             cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
-        totals = {name: sum(entry[name] for entry in records.values()) for name in ("rows", "left_out", "tokens")}
+        totals = {"rows": 0, "left_out": 0, "tokens": 0}
+        for shard_record in records.values():
+            for name in totals:
+                totals[name] += shard_record[name]
         joined.append({"name": record["name"], "shards": len(shards), **totals})
     return joined
 
@@ -189,7 +193,7 @@ class _Joining:
         Raises:
             DataError: a shard is damaged.
         """
-        copied_before = len(writer.before.sums)
+        copied_before = len(writer.before.sums)  # batches
         for shard, record in self._records.items():
             sums = []
             for batch, facts in self._batches(shard, record):
@@ -200,11 +204,13 @@ class _Joining:
                     copied_before -= 1
                     continue
                 writer.write(batch, facts)
+            # Only known now: a check in advance would read all shards twice.
             if fingerprint_of(sums) != record["checksum"]:
                 raise _damaged(self._output, self._manifest, shard, "its checksum is another")
         return True
 
     def _batches(self, shard: Shard, record: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the batches of a shard with their facts, in the order in which they were written."""
         folder = shard.folder(self._output) / record["fingerprint"]
         for name in sorted(record["files"]):
             yield from read_batches(folder / name)
@@ -225,6 +231,7 @@ def _shards_in(output: Path) -> list[Shard]:
         raise DataError(f"There are no shards in {output}: {advice}")
     if len(folders_of_count) > 1:
         counts = " and ".join(str(count) for count in sorted(folders_of_count))
+        # The division with the fewest folders is most likely the one that was given up.
         smallest = min(folders_of_count, key=lambda count: (folders_of_count[count], -count))
         raise DataError(
             f"The rows in {folder} were prepared twice, as {counts} shards: remove those of one division, for example "
@@ -248,11 +255,14 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
             manifests[shard] = read_json(path, DataError)
         except DataError:
             unreadable.append(shard)
+    # Any of them has the command that prepares the others.
     some_manifest: Mapping[str, Any] = next(iter(manifests.values()), {})
     if unreadable:
         raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
     if missing:
-        fact = "is not finished" if missing[0].folder(output).is_dir() else "is missing"
+        fact = "is missing"
+        if missing[0].folder(output).is_dir():
+            fact = "is not finished"
         more_missing = ", ".join(str(shard) for shard in missing[1:6])
         if len(missing) > 6:
             more_missing += f" and {len(missing) - 6} more"
@@ -273,7 +283,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
 
 def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> None:
     """Raise :class:`DataError` for a shard that was made with other settings than most of the shards."""
-    fingerprints = {}
+    fingerprints = {}  # of all datasets of a shard
     for shard, manifest in manifests.items():
         fingerprints[shard] = tuple(record["fingerprint"] for record in manifest["datasets"])
     ((most_frequent, _),) = Counter(fingerprints.values()).most_common(1)
@@ -284,10 +294,12 @@ def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]])
         differences = []
         for record, agreed in zip(manifest["datasets"], manifests[agreeing]["datasets"], strict=False):
             differences += differences_of(record["made_of"], agreed["made_of"])
-        what = describe_differences(list(dict.fromkeys(differences))) if differences else "another number of datasets"
+        described = "another number of datasets"
+        if differences:
+            described = describe_differences(list(dict.fromkeys(differences)))
         raise DataError(
-            f"Shard {shard} in {output} does not go with shard {agreeing}, it was made with {what}: prepare it again "
-            f"with {_command(output, manifests[agreeing], shard)}"
+            f"Shard {shard} in {output} does not go with shard {agreeing}, it was made with {described}: prepare it "
+            f"again with {_command(output, manifests[agreeing], shard)}"
         )
 
 
@@ -312,7 +324,10 @@ def _damaged(output: Path, manifest: Mapping[str, Any], shard: Shard, fact: str)
 
 def _command(output: Path, manifest: Mapping[str, Any], shard: Shard) -> str:
     """Return the command that prepares a shard, as the manifest of some shard says it was prepared."""
-    command = shlex.join(manifest["command"]) if "command" in manifest else _unknown_command(output)
+    if "command" in manifest:
+        command = shlex.join(manifest["command"])
+    else:
+        command = _unknown_command(output)
     return f"`{command} --shard {shard}`."
 
 

@@ -53,9 +53,11 @@ def explain_shared_rows(held_out: Any, training: Any) -> str | None:
     counts = count_shared_rows(held_out, training)
     if counts is None or not counts[0]:
         return None
-    shared, rows = counts
-    which = f"all of its {rows:,} rows" if shared == rows else f"{shared:,} of its {rows:,} rows"
-    return f"{which} are training data, too, so that it does not show how the model does on other rows"
+    num_shared, num_rows = counts
+    described = f"{num_shared:,} of its {num_rows:,} rows"
+    if num_shared == num_rows:
+        described = f"all of its {num_rows:,} rows"
+    return f"{described} are training data, too, so that it does not show how the model does on other rows"
 
 
 def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
@@ -74,7 +76,7 @@ def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
         else:
             return None
         digest = np.zeros(len(rows), np.uint64)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore"):  # digests are numbers modulo 2**64
             # A row has one text, or one for each answer, of which the first two are compared.
             for column, factor in zip(columns, _ANSWER_FACTORS, strict=False):
                 digest += column * np.uint64(factor)
@@ -89,10 +91,14 @@ def _read_digests(dataset: ExampleDataset) -> list[np.ndarray]:
         rows.append([tokens for _, tokens, _ in document_texts(dataset[index])])
     columns = []
     no_text = np.zeros(0, dtype=np.int64)
-    for number in range(max(map(len, rows), default=0)):
+    most_texts = max(map(len, rows), default=0)
+    for number in range(most_texts):
         texts = []
         for row in rows:
-            texts.append(row[number] if number < len(row) else no_text)
+            text = no_text
+            if number < len(row):
+                text = row[number]
+            texts.append(text)
         offsets = np.cumsum([0, *map(len, texts)])
         columns.append(digest_tokens(np.concatenate(texts), offsets))
     return columns

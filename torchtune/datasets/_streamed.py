@@ -1,29 +1,290 @@
-"""Datasets that are read and tokenized during training."""
+"""Datasets that are read and tokenized during training, and readers of their sources, which start at any position."""
 
+import hashlib
+import json
 import logging
+import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
+from torchtune.datasets._data_files import local_files, plain_files, resolve_source
+from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, packed_by, parsed, unpacking
+from torchtune.datasets._file_rows import matching, refuse_shrunk
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
+from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
-from torchtune.datasets._stream_readers import Position, Row, open_reader
+from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize
-from torchtune.utils import get_logger, log_once, log_rank_zero
+from torchtune.utils import UserError, first_line, get_logger, log_once, log_rank_zero
+
+_EDGE = 1 << 20
+# Position of a reader, as plain data.
+Position = Any
+
+
+class Row(NamedTuple):
+    """Row with its origin: ``source``, and ``line`` or ``row`` counted from 1."""
+
+    content: Line | Mapping[str, Any]
+    origin: dict[str, Any]
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return column -> value; raise :class:`DataError`, without the line's place, if the line is broken."""
+        return parsed(self.content)
+
+    @property
+    def location(self) -> str:
+        """Origin as text, for messages."""
+        unit = "row"
+        if "line" in self.origin:
+            unit = "line"
+        return f"{self.origin['source']}, {unit} {self.origin[unit]:,}"
+
+
+class FileReader:
+    """Reader of local files. A position is (index in the file order, byte offset of the next record, lines before it).
+
+    The ``datasets`` package can stream such files, too, but resumes inside a file by reading it from its beginning,
+    infers types, and does not name broken lines.
+
+    Args:
+        files: (path, format) of each file.
+    """
+
+    def __init__(self, files: Sequence[tuple[str, FileFormat]]) -> None:
+        self.paths = [path for path, _ in files]
+        self.files = len(files)
+        self._formats = [format for _, format in files]
+        self._sizes = [os.path.getsize(path) for path in self.paths]
+        # A file that has to be unpacked or parsed as a whole is only read forwards: (path, offset, opened file).
+        self._opened: tuple[str, int, IO[bytes]] | None = None
+        self.size = sum(self._sizes)
+
+    def fingerprint(self) -> str:
+        """Return a digest that changes with the number, sizes, beginnings or ends of the files, and their formats."""
+        digest = hashlib.sha256()
+        for path, size, format in zip(self.paths, self._sizes, self._formats, strict=True):
+            if type(format) is not JsonLines:  # fingerprints of earlier releases knew no other formats
+                digest.update(repr(format).encode())
+            with open(path, "rb") as file:
+                digest.update(f"{size} ".encode())
+                digest.update(file.read(_EDGE))
+                file.seek(-min(size, _EDGE), os.SEEK_END)
+                digest.update(file.read(_EDGE))
+        return digest.hexdigest()[:16]
+
+    def window(self, position: Position, count: int, order: Sequence[int] | None) -> tuple[list[Row], Position]:
+        """Return up to ``count`` rows from a position, and the next position (None at the end).
+
+        Args:
+            position: next position from an earlier call; None starts at the beginning.
+            count: maximum number of rows.
+            order: order of the files; None keeps it.
+
+        Raises:
+            DataError: the source cannot be read, or a file has shrunk.
+        """
+        number, offset, lines_before = position or (0, 0, 0)
+        rows: list[Row] = []
+        while number < self.files and len(rows) < count:
+            file = number
+            if order is not None:
+                file = order[number]
+            path = self.paths[file]
+            try:
+                size = os.path.getsize(path)
+                if size < self._sizes[file]:
+                    refuse_shrunk(path, self._sizes[file], size)
+                file_rows, offset, lines_before = self._rows(file, offset, lines_before, count - len(rows))
+            except OSError as error:
+                raise DataError(
+                    f"{path} cannot be read on ({error.strerror or error}): put it back and resume."
+                ) from error
+            except DataError:
+                raise
+            except UserError as error:
+                raise DataError(str(error)) from error
+            rows += file_rows
+            if offset is None:  # the end of the file
+                number += 1
+                offset = 0
+                lines_before = 0
+        if number == self.files:
+            return rows, None
+        return rows, [number, offset, lines_before]
+
+    def _rows(self, file: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
+        """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
+        path = self.paths[file]
+        format = self._formats[file]
+        if offset == 0:
+            offset, lines_before = format.start
+        is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
+        end: int | None = None  # the end of an unpacked file is not known before
+        if is_plain:  # a file that grows is read up to its first size
+            end = self._sizes[file]
+        rows: list[Row] = []
+        with unpacking(Path(path)):
+            if self._opened is not None and self._opened[:2] == (path, offset):
+                _, _, opened = self._opened  # where the last window ended
+            else:
+                opened = format.open(path, offset)
+            is_at_end = end is not None and offset >= end
+            records = format.divide(opened)
+            while len(rows) < count and not is_at_end:
+                record, num_lines = next(records, (b"", 0))
+                if not record:
+                    is_at_end = True
+                    break
+                if not format.is_blank(record):
+                    rows.append(Row(Line.of(record, format), {"source": path, format.unit: lines_before + 1}))
+                offset += len(record)
+                lines_before += num_lines
+                is_at_end = end is not None and offset >= end
+        if is_plain or is_at_end:
+            opened.close()
+            self._opened = None
+        else:
+            self._opened = (path, offset, opened)
+        if is_at_end:
+            return rows, None, lines_before
+        return rows, offset, lines_before
+
+
+class HubReader:
+    """Reader of Hub datasets with the ``datasets`` package. A position is (state, number of rows before it).
+
+    Args:
+        rows: a ``datasets.IterableDataset``.
+        source: name of the source.
+    """
+
+    files = 0
+    size = None
+
+    def __init__(self, rows: Any, source: str) -> None:
+        self._dataset = rows
+        self._source = source
+        self._beginning = _plain(rows.state_dict())
+        self._open: tuple[Position, Iterator[Any]] | None = None
+
+    def fingerprint(self) -> str:
+        """Return the name of the source, because a remote source cannot be hashed without reading it."""
+        return self._source
+
+    def window(self, position: Position, count: int, order: Sequence[int] | None) -> tuple[list[Row], Position]:
+        """See :meth:`FileReader.window`."""
+        state, rows_before = position or (None, 0)
+        try:
+            if self._open is None or self._open[0] != position or position is None:
+                self._dataset.load_state_dict(_plain(state or self._beginning))
+                self._open = (position, iter(self._dataset))
+            _, iterator = self._open
+            contents = [without_added_nulls(content) for content in islice(iterator, count)]
+            next_position = None
+            if len(contents) == count:
+                next_position = [_plain(self._dataset.state_dict()), rows_before + count]
+        except Exception as error:  # remote readers raise errors of a dozen packages
+            raise DataError(
+                f"{self._source} cannot be read on after {rows_before:,} rows ({first_line(error)}): resume the run "
+                "when it can."
+            ) from error
+        self._open = None
+        if next_position is not None:  # the iterator goes on if the next call has this position
+            self._open = (next_position, iterator)
+        rows = []
+        for number, content in enumerate(contents, rows_before + 1):
+            rows.append(Row(content, {"source": self._source, "row": number}))
+        return rows, next_position
+
+
+class ArrowReader(FileReader):
+    """Reader of local Parquet and Arrow files with the ``datasets`` package; the offset is the package's state.
+
+    Args:
+        paths: paths of the files.
+        **kwargs: passed to ``datasets.load_dataset``.
+    """
+
+    # Reader of the file that was read last.
+    _reader: HubReader | None = None
+    _reader_path = ""
+
+    def __init__(self, paths: Sequence[str], **kwargs: Any) -> None:
+        super().__init__([(path, JsonLines()) for path in paths])
+        self._kwargs = kwargs
+
+    def fingerprint(self) -> str:
+        """See :meth:`FileReader.fingerprint`."""
+        return f"{super().fingerprint()} read by datasets"
+
+    def _rows(self, file: int, offset: Any, lines_before: int, count: int) -> tuple[list[Row], Any, int]:
+        path = self.paths[file]
+        if self._reader_path != path:
+            self._reader = HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path)
+            self._reader_path = path
+        position = None  # the beginning
+        if offset:
+            position = [offset, lines_before]
+        rows, next_position = self._reader.window(position, count, None)
+        next_offset = None
+        if next_position is not None:
+            next_offset, _ = next_position
+        return rows, next_offset, lines_before + len(rows)
+
+
+def _plain(state: Any) -> Any:
+    """Copy a state through JSON, as a checkpoint does, so that iterators do not change it."""
+    return json.loads(json.dumps(state))
+
+
+def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | HubReader, str]:
+    """Return the reader of a source, and the name of the source for messages.
+
+    Raises:
+        DataError: the source does not exist or cannot be streamed.
+        NotRead: inside a preview, which does not read streams.
+    """
+    if not isinstance(source, str | Path):
+        raise DataError("streaming=True reads files and the hub: leave it out for rows in memory.")
+    # A call, so that configs are checked against the arguments of `load_rows`.
+    load = partial(load_rows, str(source), streaming=True, **load_dataset_kwargs)
+    split = load_dataset_kwargs.get("split")
+    if split is not None and ("[" in split or "+" in split):
+        raise DataError(f"split='{split}' is a part, which a stream cannot find: name a whole split.")
+    path, kwargs = resolve_source(str(source), load_dataset_kwargs.copy())
+    name = str(load_dataset_kwargs.get("data_files") or source)
+    if is_preview():
+        raise NotRead(f"{name} is streamed: its rows are not counted (streaming=False shows them)")
+    files = local_files(path, kwargs)
+    if files is not None:
+        split = split or "train"
+        if split not in files:
+            raise DataError(f"{name} has the splits {', '.join(files)}: set split to one of them, not '{split}'.")
+        return FileReader(files[split]), name
+    if path in ("parquet", "arrow"):
+        names = plain_files(kwargs)
+        if names is not None:
+            return ArrowReader(matching(names)), name
+    return HubReader(load(), name), name
+
 
 _NUM_CACHED = 3  # windows
 _SMALL = 1 << 22  # bytes; smaller sources are not worth a process
 
 
-class _Start(NamedTuple):
+class _WindowStart(NamedTuple):
     """Start of a window: its first example, its number, completed passes over the data, position in the source."""
 
     example: int
@@ -32,7 +293,7 @@ class _Start(NamedTuple):
     position: Position
 
 
-_BEGINNING = _Start(0, 0, 0, None)
+_BEGINNING = _WindowStart(0, 0, 0, None)
 
 
 class _TokenRows(NamedTuple):
@@ -54,7 +315,7 @@ class _TokenRows(NamedTuple):
 class _Window:
     """Consecutive rows that are shuffled and packed together."""
 
-    def __init__(self, start: _Start, rows: list[Row], after: Position) -> None:
+    def __init__(self, start: _WindowStart, rows: list[Row], after: Position) -> None:
         self.start = start
         self.rows = rows
         self.after = after
@@ -94,6 +355,8 @@ class StreamedDataset(ExampleDataset):
         shuffle_buffer: number of rows per window.
         on_bad_row: ``stop`` at a row that cannot be trained on, or ``skip`` and list such rows.
         prepared: must be None.
+        drop_duplicates: must be False.
+        filter_kwargs: must be None.
         streaming: ignored; builders pass it.
         **load_dataset_kwargs: passed to ``datasets.load_dataset``.
 
@@ -132,6 +395,8 @@ class StreamedDataset(ExampleDataset):
         shuffle_buffer: int = 10_000,
         on_bad_row: Literal["stop", "skip"] = "stop",
         prepared: str | None = None,
+        drop_duplicates: bool = False,
+        filter_kwargs: Mapping[str, Any] | None = None,
         streaming: bool = True,
         **load_dataset_kwargs: Any,
     ) -> None:
@@ -141,6 +406,10 @@ class StreamedDataset(ExampleDataset):
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
+        if drop_duplicates:
+            raise DataError("drop_duplicates compares all rows, which a stream does not keep: leave one of both out.")
+        if filter_kwargs is not None:
+            raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
         self._tokenize = Tokenize(LabeledSamples(transform, limit, side), ["rows"], tokenizer)
         self._longest: int | None = None  # tokens of a row that the model reads
@@ -176,7 +445,8 @@ class StreamedDataset(ExampleDataset):
                     "process does it, and its steps take longer."
                 )
 
-    def _begin(self, start: _Start, seed: int, shuffle: bool) -> None:
+    def _begin(self, start: _WindowStart, seed: int, shuffle: bool) -> None:
+        """Move to the start of a window, and forget the windows and requests of another position."""
         self._seed = seed
         self._shuffle = shuffle
         self._starts = [start]  # of all windows read so far, and of the next one
@@ -189,15 +459,17 @@ class StreamedDataset(ExampleDataset):
 
     def _worker(self) -> Worker | None:
         """Return this process's worker; None in a forked copy."""
-        return self._ahead if self._ahead is not None and self._ahead.is_here else None
+        if self._ahead is None or not self._ahead.is_here:
+            return None
+        return self._ahead
 
     def state_at(self, index: int) -> dict[str, Any]:
         """Return the start of the window that contains an example already read or next, as plain data."""
-        return self._starts[self._number(index)]._asdict()
+        return self._starts[self._index_of_start(index)]._asdict()
 
     def go_to(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_at` returned."""
-        self._begin(_Start(**state), self._seed, self._shuffle)
+        self._begin(_WindowStart(**state), self._seed, self._shuffle)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Request the next examples, or the window that contains them, from the worker process if there is one."""
@@ -206,15 +478,18 @@ class StreamedDataset(ExampleDataset):
             return
         with suppress(DataError):  # raised again when the example is read
             for index in indices:
-                self._requested[index] = self._request(index)
+                self._requested[index] = self._request_example(index)
 
     def __getitem__(self, index: int) -> Any:
         """Return an example, ``tokens`` and ``labels``, or a pack, as map-style datasets do."""
         worker = self._worker()
         if worker is not None:
-            worker.drain()
+            worker.drain()  # it does not wait for this process to read its answers
         if self._is_lazy:
-            row, answer = self._requested.pop(index, None) or self._request(index)
+            request = self._requested.pop(index, None)
+            if request is None:  # no worker was asked for it in advance
+                request = self._request_example(index)
+            row, answer = request
             tokens = answer()
             self._leave_out([(row, reason) for _, reason in tokens.bad])
             self._report_omitted([row], tokens.omitted)
@@ -231,17 +506,22 @@ class StreamedDataset(ExampleDataset):
         item = window.item_at(position)
         if self._is_lazy:
             return [window.rows[item].origin]
-        token_rows = [row for row, _, _ in window.packs[item]] if window.packs else [item]
+        token_rows = [item]
+        if window.packs:
+            token_rows = [row for row, _, _ in window.packs[item]]
         return [window.rows[window.numbers[row]].origin for row in token_rows]
 
-    def _request(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
+    def _request_example(self, index: int) -> tuple[Row, Callable[[], _TokenRows]]:
         """Return the row of an example, and the function that returns its tokens."""
         window, position = self._find(index)
         row = window.rows[window.item_at(position)]
-        return row, self._start((self._seed, index), [row])
+        return row, self._request_tokens((self._seed, index), [row])
 
-    def _start(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _TokenRows]:
-        """Start :meth:`_tokenized`, in the worker if there is one; return a function that returns its result."""
+    def _request_tokens(self, words: Sequence[int], rows: Sequence[Row]) -> Callable[[], _TokenRows]:
+        """Start :meth:`_tokenized` in the worker, and return the function that returns its result.
+
+        Without a worker, that function does the work itself.
+        """
         worker = self._worker()
         if worker is None:
             return partial(self._tokenized, words, rows)
@@ -249,9 +529,10 @@ class StreamedDataset(ExampleDataset):
 
     def _tokenized(self, words: Sequence[int], rows: Sequence[Row]) -> _TokenRows:
         """Tokenize rows that are not filtered; ``words`` seed the random numbers of the transform."""
-        numbers: list[int] = []  # of the rows that are not filtered
+        numbers: list[int] = []  # among ``rows``, of those that are not filtered
         columns: list[Mapping[str, Any]] = []
         bad: list[tuple[int, str]] = []
+        # A filter or transform may draw random numbers, which no other row and no earlier resume may change.
         with seeded_generators(*words):
             for number, row in enumerate(rows):
                 try:
@@ -266,11 +547,14 @@ class StreamedDataset(ExampleDataset):
         if tokenized is None:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         batch, facts = tokenized
+        # The facts count the rows that were tokenized: number them among all rows.
         bad += [(numbers[index], reason) for index, reason in facts["bad"]]
         omitted = {kind: numbers[indices[0]] for kind, indices in facts["omitted"].items()}
-        return _TokenRows(batch, [numbers[index] for index in facts["numbers"]], sorted(bad), omitted)
+        row_numbers = [numbers[index] for index in facts["numbers"]]
+        return _TokenRows(batch, row_numbers, sorted(bad), omitted)
 
-    def _number(self, index: int) -> int:
+    def _index_of_start(self, index: int) -> int:
+        """Return the position in the list of starts of the window that has an example, or that comes next."""
         number = bisect_right(self._starts, index, key=lambda start: start.example) - 1
         if number < 0:
             raise IndexError(f"example {index} comes before the position {self._starts[0].example}")
@@ -278,11 +562,12 @@ class StreamedDataset(ExampleDataset):
 
     def _find(self, index: int) -> tuple[_Window, int]:
         """Return the completed window of an example and the example's position in it."""
-        number = self._number(index)
+        number = self._index_of_start(index)
         while number == len(self._starts) - 1:  # the last start is that of a window to come
             self._extend()
-            number = self._number(index)
+            number = self._index_of_start(index)
         start = self._starts[number]
+        # A window that is no longer kept is read again, for example after a step back.
         window = self._windows.get(start.window)
         if window is None:
             window = self._read(start)
@@ -299,28 +584,32 @@ class StreamedDataset(ExampleDataset):
         passes = start.passes
         if window.after is None:
             passes += 1
+            # A pass without an example would be followed by others without end.
             pass_starts = [earlier for earlier in self._starts if earlier.position is None]
             if pass_starts and pass_starts[-1].example == next_example:
                 raise DataError(f"There are no rows in {self.source}.")
             log_rank_zero(get_logger(), f"{self.source} is read to its end: it is read again from its beginning.")
-        self._starts.append(_Start(next_example, start.window + 1, passes, window.after))
+        self._starts.append(_WindowStart(next_example, start.window + 1, passes, window.after))
         self._request_window()
 
     def _request_window(self) -> None:
+        """Read the next window and request its tokens from the worker, if there is one and it was not done yet."""
         if self._worker() is not None and not self._is_lazy and self._next is None:
             with suppress(DataError):  # raised again when the window is needed
                 self._next = self._read(self._starts[-1])
 
-    def _read(self, start: _Start) -> _Window:
+    def _read(self, start: _WindowStart) -> _Window:
         """Read the rows of a window, and request their tokens unless they are tokenized one by one."""
         order = None
-        if self._shuffle and self._reader.files > 1:
-            order = make_random_state(self._seed, start.passes).permutation(self._reader.files).tolist()
-        window = _Window(start, *self._reader.window(start.position, self._window_size, order))
+        if self._shuffle and self._reader.files > 1:  # another order of the files in each pass
+            random = make_random_state(self._seed, start.passes)
+            order = random.permutation(self._reader.files).tolist()
+        rows, after = self._reader.window(start.position, self._window_size, order)
+        window = _Window(start, rows, after)
         if not self._is_lazy:
             for first in range(0, len(window.rows), ROWS):
                 words = (self._seed, start.window, first)
-                window.requests.append(self._start(words, window.rows[first : first + ROWS]))
+                window.requests.append(self._request_tokens(words, window.rows[first : first + ROWS]))
         return window
 
     def _leave_out(self, bad: Sequence[tuple[Row, str]]) -> None:
@@ -332,9 +621,11 @@ class StreamedDataset(ExampleDataset):
         if not self._skips:
             raise DataError(f"{problem}; correct it, or leave such rows out with on_bad_row=skip.")
         path = list_left_out([(row.origin, reason) for row, reason in bad])
-        listed = f"; all such rows are listed in {path}" if path else ""
-        if num_left_out() <= 10:
-            log_once(get_logger(), f"{problem}: it is left out{listed}.", logging.WARNING)
+        message = f"{problem}: it is left out"
+        if path:
+            message += f"; all such rows are listed in {path}"
+        if num_left_out() <= 10:  # the list has all of them
+            log_once(get_logger(), f"{message}.", logging.WARNING)
 
     def _report_omitted(self, rows: Sequence[Row], omitted: Mapping[str, int]) -> None:
         """Log a warning for each kind of text that the chat template leaves out of a row, once per kind."""
@@ -351,7 +642,8 @@ class StreamedDataset(ExampleDataset):
     def _complete(self, window: _Window) -> None:
         """Collect the tokens of a window, pack and shuffle them, and keep the window."""
         batches = []
-        for first, request in zip(range(0, len(window.rows), ROWS), window.requests, strict=False):
+        for part, request in enumerate(window.requests):  # none if rows are tokenized one by one
+            first = part * ROWS
             tokens = request()
             rows = window.rows[first : first + ROWS]
             self._leave_out([(rows[number], reason) for number, reason in tokens.bad])
@@ -377,6 +669,7 @@ class StreamedDataset(ExampleDataset):
             del self._windows[min(self._windows)]
 
     def _pack(self, window: _Window, lengths: np.ndarray) -> list[list[Piece]]:
+        """Return the packs of a window, whose token rows have ``lengths``, int64 ``[rows]``."""
         if self._splits:
             return split_evenly(lengths, self._capacity, self._longest)
         if len(lengths) and lengths.max() > self._capacity:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, text_column, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_formats import LABELED_TEXTS
+from torchtune.datasets._row_formats import LABELED_TEXTS, RAW_TEXT
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
@@ -22,12 +22,15 @@ class TextTransform:
         self._column = column
         self._add_eos = add_eos
         length = max_seq_len or getattr(tokenizer, "max_seq_len", None)
-        self.limit = length - 1 if cut and length is not None else None
+        self.limit = None
+        if cut and length is not None:
+            self.limit = length - 1
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
         """Return ``tokens`` and pre-shifted ``labels``; raise :class:`DataError` for a row without text."""
         warn_of_row_weight(row, "a dataset of plain texts")
-        tokens = self._encode(text=text_column(row, self._column), add_bos=True, add_eos=self._add_eos)
+        text = text_column(row, self._column)
+        tokens = self._encode(text=text, add_bos=True, add_eos=self._add_eos)
         if self.limit is not None:
             tokens = truncate(tokens, self.limit)
         return {"tokens": tokens, "labels": [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]}
@@ -81,7 +84,7 @@ class TextCompletionDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=("raw text", LABELED_TEXTS),
+            formats=(RAW_TEXT, LABELED_TEXTS),
         )
         super().__init__(row_source, rows, limit=transform.limit, are_divided=not cut, are_only_tokens=True)
 
@@ -122,9 +125,12 @@ def text_completion_dataset(
     """
     # The ending is that of pretokenized_dataset, written out: `tune validate` follows **load_dataset_kwargs to the
     # classes that are called here, which it could not do through a function that is given the class.
-    length = (max_seq_len or pack_length(tokenizer)) if packed else None
+    length = None
+    if packed:  # fails before the rows are read
+        length = max_seq_len or pack_length(tokenizer)
+    cut = not (packed and split_across_pack)
     if load_dataset_kwargs.get("streaming"):
-        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, not (packed and split_across_pack))
+        transform = TextTransform(tokenizer, column, add_eos, max_seq_len, cut)
         return StreamedDataset(
             transform,
             source,
@@ -142,7 +148,7 @@ def text_completion_dataset(
         add_eos=add_eos,
         filter_fn=filter_fn,
         max_seq_len=max_seq_len,
-        cut=not (packed and split_across_pack),
+        cut=cut,
         split=split,
         **load_dataset_kwargs,
     )

@@ -36,7 +36,9 @@ class TokenStore:
         self._selected: np.ndarray | None = None  # rows of the batches that belong to the store; None: all
 
     def __len__(self) -> int:
-        return len(self._columns["tokens"]) if self._selected is None else len(self._selected)
+        if self._selected is None:
+            return len(self._columns["tokens"])
+        return len(self._selected)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -48,21 +50,28 @@ class TokenStore:
         """Return how often tokens occur in each row, int64 ``[rows]``."""
         counts = []
         for chunk in self._columns["tokens"].chunks:
-            offsets = chunk.offsets.to_numpy()
-            is_counted = np.isin(chunk.values.to_numpy()[offsets[0] : offsets[-1]], ids)
-            before = np.concatenate([[0], np.cumsum(is_counted)])
-            counts.append(np.diff(before[offsets - offsets[0]]))
+            offsets = chunk.offsets.to_numpy()  # [rows + 1]; a sliced chunk does not begin at 0
+            tokens = chunk.values.to_numpy()[offsets[0] : offsets[-1]]
+            # The count of a row is the difference of the cumulative counts at its ends.
+            cumulative = np.concatenate([[0], np.cumsum(np.isin(tokens, ids))])
+            counts.append(np.diff(cumulative[offsets - offsets[0]]))
         return self._of_selected(np.concatenate(counts, dtype=np.int64))
 
     def select(self, rows: np.ndarray) -> "TokenStore":
         """Return a store with some of the rows, int64 ``[selected]``, and another fingerprint."""
         store = copy.copy(self)
-        store._selected = rows if self._selected is None else self._selected[rows]
+        if self._selected is None:
+            store._selected = rows
+        else:  # rows are counted among those that an earlier selection left
+            store._selected = self._selected[rows]
         store.fingerprint = zlib.crc32(store._selected.tobytes(), self.fingerprint)
         return store
 
     def _of_selected(self, values: np.ndarray) -> np.ndarray:
-        return values if self._selected is None else values[self._selected]
+        """Return the values of the selected rows, of one value for each row of the batches."""
+        if self._selected is None:
+            return values
+        return values[self._selected]
 
     def digests(self) -> np.ndarray:
         """Return a digest of the tokens of each row, uint64 ``[rows]``."""
@@ -78,6 +87,7 @@ class TokenStore:
         first_rows: dict[int, list[int]] = {}  # digest -> rows that differ from each other
         duplicates = []
         for row, digest in enumerate(self.digests().tolist()):
+            # Different rows may have the same digest, so that rows with equal ones are compared.
             candidates = first_rows.setdefault(digest, [])
             if any(_are_equal(self[row], self[candidate]) for candidate in candidates):
                 duplicates.append(row)
@@ -90,7 +100,9 @@ class TokenStore:
 
         A row with label weights other than 1 also has ``label_weights``, float32 ``[s]``.
         """
-        row = index if self._selected is None else int(self._selected[index])
+        row = index
+        if self._selected is not None:
+            row = int(self._selected[index])
         values = {name: column[row].values.to_numpy() for name, column in self._columns.items()}
         if not len(values["label_weights"]):
             del values["label_weights"]
@@ -102,6 +114,7 @@ class TokenStore:
 
 
 def _are_equal(row: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    """Return whether two rows have the same tokens, labels and label weights."""
     if row.keys() != other.keys():
         return False
     return all(np.array_equal(values, other[name]) for name, values in row.items())
@@ -116,15 +129,23 @@ def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """
     offsets = offsets.astype(np.int64)
     lengths = np.diff(offsets)
+    longest = int(lengths.max(initial=0))
     # SplitMix64 of the position, modulo 2**64 as all that follows.
-    factors = np.arange(1, int(lengths.max(initial=0)) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    factors = (factors ^ (factors >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    factors = (factors ^ (factors >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    positions = np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths)
-    # A token counts as one more, so that the number of zeros at the end matters.
-    terms = (tokens.astype(np.uint64) + np.uint64(1)) * factors[positions]
-    before = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(terms, dtype=np.uint64)])
-    return before[offsets[1:]] - before[offsets[:-1]]
+    factors = np.arange(1, longest + 1, dtype=np.uint64)
+    factors *= np.uint64(0x9E3779B97F4A7C15)
+    factors ^= factors >> np.uint64(30)
+    factors *= np.uint64(0xBF58476D1CE4E5B9)
+    factors ^= factors >> np.uint64(27)
+    factors *= np.uint64(0x94D049BB133111EB)
+    row_starts = np.repeat(offsets[:-1], lengths)  # of each token
+    positions = np.arange(len(tokens)) - row_starts
+    terms = tokens.astype(np.uint64)
+    terms += np.uint64(1)  # so that the number of zeros at the end matters
+    terms *= factors[positions]
+    # The sum of a row is the difference of the cumulative sums at its ends, also where these have wrapped around.
+    cumulative = np.zeros(len(terms) + 1, dtype=np.uint64)
+    np.cumsum(terms, out=cumulative[1:])
+    return cumulative[offsets[1:]] - cumulative[offsets[:-1]]
 
 
 def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:
@@ -137,6 +158,7 @@ def make_batch(columns: Mapping[str, Sequence[np.ndarray]]) -> pa.RecordBatch:
 
 
 def _checksum(batch: pa.RecordBatch, facts: Mapping[str, Any]) -> int:
+    """Return the checksum of the notes and of all columns of a batch: the lengths of its rows and their values."""
     crc = zlib.crc32(json.dumps(facts["notes"]).encode())
     for column in batch.columns:
         for values in (column.value_lengths(), column.values):
@@ -197,9 +219,10 @@ class PreparedRows:
             for batch, facts in read_batches(path):
                 self._batches.append(batch)
                 self.sums.append([facts["rows"], facts["crc"]])
-                self.bad += [(row, reason) for row, reason in facts["bad"]]
+                self.bad += map(tuple, facts["bad"])  # JSON has lists
                 self.notes += facts["notes"]
-                self.omitted.update({kind: len(rows) for kind, rows in facts["omitted"].items()})
+                for kind, rows in facts["omitted"].items():
+                    self.omitted[kind] += len(rows)
                 numbers += facts["numbers"]
         self.numbers = np.array(numbers, np.int64)
         self.total = sum(rows for rows, _ in self.sums)

@@ -48,7 +48,9 @@ def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | n
     is_trained = ~np.asarray(mask, bool)[1:]
     labels = np.full_like(ids, CROSS_ENTROPY_IGNORE_IDX)
     labels[:-1][is_trained] = ids[1:][is_trained]
-    return labels if isinstance(tokens, array) else labels.tolist()
+    if isinstance(tokens, array):
+        return labels
+    return labels.tolist()
 
 
 def has_label(sample: Mapping[str, Any]) -> bool:
@@ -106,6 +108,7 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flat_array(values: Any) -> np.ndarray:
+    """Return values as an array ``[s]``; raise :class:`DataError` for nested or ragged lists."""
     try:
         ids = np.asarray(values)
     except ValueError:  # ragged lists
@@ -167,7 +170,7 @@ class Tokenize:
                 samples = self._samples(_columns(row))
                 if samples is None:
                     return None
-                token_rows = [self._checked(sample) for sample in samples]
+                token_rows = [self._checked(sample) for sample in samples]  # all of them, before any is added
             except DataError as error:
                 facts["bad"].append((index, str(error)))
                 continue
@@ -178,7 +181,10 @@ class Tokenize:
                 facts["omitted"].setdefault(kind, []).append(index)
             for sample, token_row in zip(samples, token_rows, strict=True):
                 facts["numbers"].append(index)
-                facts["notes"] += [text["note"] for text in sample.values() if "note" in text]
+                for text in sample.values():
+                    if "note" in text:
+                        facts["notes"].append(text["note"])
+                # The columns stand in the order of the arrays of a token row.
                 for column, values in zip(columns.values(), token_row, strict=True):
                     column.append(values)
         sign_of_life()
@@ -188,8 +194,10 @@ class Tokenize:
         """Return tokens, labels and label weights of each store ``[s]``; raise :class:`DataError` for invalid ones."""
         token_row: list[np.ndarray] = []
         for name in self.names:
-            tokens, labels = check_row(sample[name]["tokens"], sample[name]["labels"])
-            token_row += [tokens, labels, check_label_weights(sample[name].get("label_weights"), labels)]
+            text = sample[name]
+            tokens, labels = check_row(text["tokens"], text["labels"])
+            label_weights = check_label_weights(text.get("label_weights"), labels)
+            token_row += [tokens, labels, label_weights]
         if self.longest is not None and any(len(values) > self.longest for values in token_row):
             raise DataError(too_long(self.longest))
         return token_row
@@ -233,7 +241,9 @@ class LabeledSamples:
         self._outputs = ["tokens", "labels"]
         if has_notes:
             self._outputs.append("note")
-        self._reason = "the prompt is too long" if side == "right" else "what is trained on comes before the cut"
+        self._reason = "the prompt is too long"
+        if side != "right":
+            self._reason = "what is trained on comes before the cut"
 
     def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]] | None:
         """Return the samples; None if one has outputs that are neither tokens nor columns of the row.
@@ -290,11 +300,14 @@ def prepare_rows(
     fingerprint = Fingerprint(depends_on)
     source.add_to(fingerprint)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
+    load = load or source.rows
 
     def write(writer: RowWriter) -> bool:
-        rows = source.rows() if load is None else load()
+        rows = load()
         bad = BadRows(source.name, rows, skips=source.skips, way_out=way_out, formats=formats)
-        numbers = range(len(rows)) if shard is None else shard.rows(len(rows))
+        numbers = range(len(rows))
+        if shard is not None:
+            numbers = shard.rows(len(rows))
         return _write_rows(rows, numbers, tokenize, bad, writer)
 
     token_rows = cached_rows(fingerprint, source.name, write, source.prepared)
@@ -328,7 +341,9 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     if done:
         message = f"Going on behind {done:,} rows that were tokenized before."
         log_rank_zero(get_logger(), message, logging.WARNING)  # commands only show warnings and errors
-    hidden = True if os.environ.get("GROUP_RANK", "0") != "0" else None  # None: show it only on a terminal
+    hidden = None  # show the bar only on a terminal
+    if os.environ.get("GROUP_RANK", "0") != "0":  # another machine shows it
+        hidden = True
     if not numbers and not writer.sums:
         writer.write(*tokenize(numbers.start, []))
     with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
@@ -389,7 +404,7 @@ class TokenizedDataset(ExampleDataset):
         self._way_out = way_out
         self._are_prompts = are_prompts
         self._are_divided = are_divided
-        if rows is None:  # rows are transformed when they are read, and nothing is known of them before
+        if rows is None:  # rows are transformed when they are read: the subclass finds out their numbers
             return
         self.stores = {name: rows.store(name) for name in names}
         self._numbers = rows.numbers
@@ -398,8 +413,9 @@ class TokenizedDataset(ExampleDataset):
         # Before duplicates are dropped: the report compares the rows that can be trained on with those of the source.
         report_left_out(rows.bad, self.source, rows.total, len(self))
         self._drop_duplicates()
-        self.omitted = _describe_omitted(rows)
-        if self.omitted:
+        if rows.omitted:
+            kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
+            self.omitted = f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"
             log_rank_zero(get_logger(), f"{self.source}: {self.omitted}: it is not trained on.", logging.WARNING)
         if self.num_truncated:
             message = (
@@ -432,12 +448,13 @@ class TokenizedDataset(ExampleDataset):
 
     def limit_rows(self, longest: int) -> None:
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`; the cached rows do not depend on the model."""
-        if self._are_divided or not self.stores:
+        if self._are_divided or not self.stores:  # packs cut rows, and rows without a store are checked when read
             return
         is_long = self._text_lengths() > longest
         if not is_long.any():
             return
         reason = too_long(longest, is_prompt=self._are_prompts)
+        # A row of the source may be several samples: those that fit are kept.
         long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
         if not self._row_source.skips:
             bad = BadRows(self.source, self._row_source.rows(), skips=False, way_out=self._way_out)
@@ -461,7 +478,9 @@ class TokenizedDataset(ExampleDataset):
     @property
     def known_lengths(self) -> np.ndarray | None:
         """Number of tokens of each row, int64 ``[rows]``; None if rows are tokenized when they are read."""
-        return sum(store.lengths for store in self.stores.values()) if self.stores else None
+        if not self.stores:
+            return None
+        return sum(store.lengths for store in self.stores.values())
 
     @property
     def lengths(self) -> np.ndarray:
@@ -471,12 +490,16 @@ class TokenizedDataset(ExampleDataset):
     @property
     def longest(self) -> int | None:
         """See :class:`torchtune.data.ExampleDataset`; answers of a pair are read separately."""
-        return int(self._text_lengths().max(initial=0)) if self.stores else None
+        if not self.stores:
+            return None
+        return int(self._text_lengths().max(initial=0))
 
     @property
     def fingerprint(self) -> int | tuple[int, ...] | None:
         """Digest of all tokens and labels; None if rows are tokenized when they are read."""
-        return self.store.fingerprint if self.stores else None
+        if not self.stores:
+            return None
+        return self.store.fingerprint
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -487,14 +510,16 @@ class TokenizedDataset(ExampleDataset):
 
     def token_row(self, index: int) -> Any:
         """See :class:`torchtune.data.ExampleDataset`."""
-        return self[index] if self.store is None else self.store[index]
+        if self.store is None:
+            return self[index]
+        return self.store[index]
 
     def first_conversations(self, count: int) -> list[tuple[int, Mapping[str, Any], Conversation]] | None:
         """See :class:`torchtune.data.ExampleDataset`."""
         rows = self._row_source.rows()
         conversations = []
-        # The tokenizer may split a row into several examples.
-        for number in list(dict.fromkeys(self._right_rows.tolist()))[:count]:
+        numbers = list(dict.fromkeys(self._right_rows.tolist()))  # the tokenizer may split a row into several examples
+        for number in numbers[:count]:
             conversation = self._conversation_of(rows[number])
             if conversation is None:
                 return None
@@ -513,11 +538,3 @@ class TokenizedDataset(ExampleDataset):
     def origins(self, index: int) -> list[dict[str, Any]]:
         """Return ``source`` and ``row`` (counted from 0, after ``filter_fn``) of an example."""
         return [{"source": self.source, "row": int(self._numbers[index])}]
-
-
-def _describe_omitted(rows: PreparedRows) -> str:
-    """Return what the chat template leaves out, such as "drops the reasoning of 3 of 8 rows"; empty for nothing."""
-    if not rows.omitted:
-        return ""
-    kinds = [f"the {kind} of {count:,}" for kind, count in sorted(rows.omitted.items())]
-    return f"the chat template drops {', '.join(kinds)} of {rows.total:,} rows"

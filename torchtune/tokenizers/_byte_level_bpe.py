@@ -158,6 +158,7 @@ class WordEncoder:
         if not self.is_used or not self._agrees(text):
             return None
         words: list[str] = []
+        # With a group in the pattern, texts and special tokens alternate.
         for i, piece in enumerate(self._special.split(text)):
             if i % 2:
                 words.append(piece)  # a special token
@@ -195,6 +196,7 @@ class WordEncoder:
         return mask
 
     def _tokenize_word(self, word: str) -> list[int]:
+        """Return the ids of a word, or of a special token, from the tokenizer's model."""
         if word in self._special_ids:
             return [self._special_ids[word]]
         characters = map(bytes_to_unicode().__getitem__, word.encode("utf-8", "surrogatepass"))
@@ -218,12 +220,14 @@ class WordEncoder:
         return all(self._is_same_split(text) for text in (neighbors, c, f"{c}{c}"))
 
     def _is_same_split(self, text: str) -> bool:
+        """Return whether both regex engines split a text into the same words, which cover it."""
         try:
-            expected = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            expected_words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
         except UnicodeEncodeError:  # lone surrogate
             return False
+        expected_spans = [span for _, span in expected_words]
         edges = _cumulative_lengths(self._words.findall(text))
-        return [span for _, span in expected] == list(pairwise(edges)) and edges[-1] == len(text)
+        return expected_spans == list(pairwise(edges)) and edges[-1] == len(text)
 
     def _agrees_on_ascii(self) -> bool:
         """Compare the ids with the tokenizer's on random ASCII texts."""
@@ -239,6 +243,7 @@ class WordEncoder:
 
 
 def _read_merges(path: str) -> list[tuple[str, str]]:
+    """Return the pairs of a ``merges.txt`` in their order; raise :class:`DataError` for a line of another form."""
     merges = []
     for number, line in enumerate(read_text(path, "merges file").split("\n"), start=1):
         if (number == 1 and line.startswith("#version")) or not line.strip():
@@ -314,14 +319,13 @@ class ByteLevelBPE:
             elif piece:
                 if change is not None:
                     piece = change(piece)
-                ids += self._encode_plain(piece)
+                tokens_and_mask = self._word_encoder.encode(piece, [])
+                if tokens_and_mask is not None:
+                    piece_ids, _ = tokens_and_mask
+                    ids += piece_ids
+                else:
+                    ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
-
-    def _encode_plain(self, text: str) -> list[int]:
-        tokens_and_mask = self._word_encoder.encode(text, [])
-        if tokens_and_mask is not None:
-            return tokens_and_mask[0].tolist()
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids into text; invalid UTF-8 becomes the replacement character."""

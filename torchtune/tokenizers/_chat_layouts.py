@@ -74,7 +74,7 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
             messages = self.prompt_template(messages, inference=not closed)
         parts = self._parts(messages, closed, **options)
         eos_id = None
-        if closed:
+        if closed:  # a row that is cut ends with it; an open one goes on
             eos_id = self.eos_id
         turn_end_ids = [*self.stop_tokens, *self.turn_ends]
         return join_parts(parts, self.max_seq_len, self.truncation_type, eos_id, turn_end_ids)
@@ -103,6 +103,7 @@ def join_parts(
     for ids, masked in parts:
         tokens += ids
         mask += [masked] * len(ids)
+        # Cut on the left, a row keeps its end, so that all parts are needed.
         if truncation_type == "right" and max_seq_len and len(tokens) > max_seq_len:
             break
     return truncate_row(tokens, mask, max_seq_len, truncation_type, eos_id, stop_ids)
@@ -166,6 +167,7 @@ class MarkedTurnsTokenizer(TurnsTokenizer):
         return []
 
     def _turn(self, message: Message, *, is_open: bool) -> list[int]:
+        """Return the token ids of a turn; raise :class:`DataError` if the layout has no place for it."""
         name = type(self).__name__
         if message.role not in self.roles:
             raise DataError(f"{name} has no layout for a turn of '{message.role}', only for {', '.join(self.roles)}.")
@@ -267,7 +269,8 @@ def _plain_parts(
     is_open: bool,
     begins_once: bool,
 ) -> Iterator[Part]:
-    starts_exchange = True
+    """Yield the parts of :func:`tokenize_messages_no_special_tokens`: control tokens, and one part for each text."""
+    starts_exchange = True  # the next text follows a BOS or EOS token
     ends_with_space = False
     for i, message in enumerate(messages):
         is_first = i == 0

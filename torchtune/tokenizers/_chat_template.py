@@ -27,6 +27,8 @@ _GENERATION_END = f"\ue000{uuid.uuid4().hex}\ue001"
 _TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 
 _CLOCK_CALL = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# A use of the clock, but not the test whether there is one.
+_CLOCK_MENTION = re.compile(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)")
 _DIRECTIVE = re.compile(r"%-?(.)")
 _DATE_DIRECTIVES = frozenset("aAwdbBmyYjUWGVux%")  # strftime directives that change at most once a day
 
@@ -69,6 +71,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Return a value as JSON; templates expect no escapes, unlike Jinja's own filter ``tojson``."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -127,12 +130,16 @@ class ChatTemplate:
     def fingerprint_parts(self) -> list[Any] | None:
         """Return the values that renderings depend on; None if they depend on the time of day."""
         layouts = [layout for _, layout in _CLOCK_CALL.findall(self.source)]
-        num_mentions = len(re.findall(r"strftime_now(?!\s+is\s+(?:not\s+)?defined)", self.source))
+        num_mentions = len(_CLOCK_MENTION.findall(self.source))
         if len(layouts) != num_mentions:  # a layout that is not a constant
             return None
-        if any(set(_DIRECTIVE.findall(layout)) - _DATE_DIRECTIVES for layout in layouts):
-            return None
-        return [self.source, self.variables, [self._strftime_now(layout) for layout in layouts]]
+        dates = []
+        for layout in layouts:
+            directives = set(_DIRECTIVE.findall(layout))
+            if directives - _DATE_DIRECTIVES:
+                return None
+            dates.append(self._strftime_now(layout))
+        return [self.source, self.variables, dates]
 
     def _strftime_now(self, layout: str) -> str:
         return (self.now or datetime.now()).strftime(layout)
@@ -267,13 +274,6 @@ def _too_large() -> DataError:
     )
 
 
-def _too_slow() -> DataError:
-    return DataError(
-        f"The chat template takes more than {MAX_CPU_SECONDS:g} seconds for one conversation: it is broken or hostile; "
-        "take the checkpoint's original, or set the tokenizer's chat_template to another."
-    )
-
-
 def _memory_of(value: Any) -> int:
     """Return the size of a text or list in characters, without that of the list's elements."""
     if type(value) is str:  # fast path
@@ -300,7 +300,8 @@ def _written_length(value: Any, indent: int = 0, depth: int = 1) -> int:
         return _WRITTEN_NUMBER
     length = 0
     for element in elements:
-        length += _SMALL_STRING + indent * depth + _written_length(element, indent, depth + 1)
+        length += _SMALL_STRING + indent * depth  # brackets, separators and the indentation of a line
+        length += _written_length(element, indent, depth + 1)
         if length > MAX_CHARACTERS:
             break
     return length
@@ -309,6 +310,7 @@ def _written_length(value: Any, indent: int = 0, depth: int = 1) -> int:
 def _cost_of_format(layout: str, *args: Any, **kwargs: Any) -> int:
     if _WIDTH_FROM_ARGUMENT.search(layout):
         raise _too_large()
+    # Every number may be a width, and every field may be the longest argument: an upper bound.
     widths = sum(int(digits) for digits in re.findall(r"\d+", layout))
     num_fields = layout.count("{") + layout.count("%")
     return widths + num_fields * _written_length([args, kwargs])
@@ -316,17 +318,24 @@ def _cost_of_format(layout: str, *args: Any, **kwargs: Any) -> int:
 
 def _cost_of_letters(value: Any, *args: Any, **kwargs: Any) -> int:
     """Return the cost of iterating over a value: a text becomes one small string per letter."""
-    return _SMALL_STRING * len(value) if isinstance(value, str) else 0
+    if not isinstance(value, str):
+        return 0
+    return _SMALL_STRING * len(value)
 
 
 def _cost_of_split(text: str, sep: str | None = None, maxsplit: int = -1) -> int:
-    num_pieces = text.count(sep) if sep else len(text) // 2
+    if sep:
+        num_pieces = text.count(sep)
+    else:  # at white space: at most every second character
+        num_pieces = len(text) // 2
     return _SMALL_STRING * num_pieces
 
 
 def _cost_of_indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> int:
     num_lines = str(text).count("\n") + 1
-    return num_lines * (len(width) if isinstance(width, str) else width)
+    if isinstance(width, str):
+        width = len(width)
+    return num_lines * width
 
 
 def _cost_of_join(value: Any, d: str = "", attribute: Any = None) -> int:
@@ -411,6 +420,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._allowance.end = time.thread_time() + MAX_CPU_SECONDS
 
     def _charge(self, num_characters: int) -> None:
+        """Take characters from the allowance; compare the limits now and then."""
         allowance = self._allowance
         # An operation that creates nothing costs a character, too: without it, the clock would never be read.
         characters = allowance.characters - num_characters - 1
@@ -422,7 +432,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if characters < 0:
             raise _too_large()
         if time.thread_time() > self._allowance.end:
-            raise _too_slow()
+            raise DataError(
+                f"The chat template takes more than {MAX_CPU_SECONDS:g} seconds for one conversation: it is broken or "
+                "hostile; take the checkpoint's original, or set the tokenizer's chat_template to another."
+            )
         self._allowance.next_check = max(characters - _CHARACTERS_PER_CLOCK_READING, 0)
 
     def _charge_value(self, value: Any) -> Any:
@@ -464,9 +477,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 num_bits = left.bit_length() * max(right, 1)
             if num_bits > _MAX_INTEGER_BITS:
                 raise _too_large()
+        elif operator == "*" and isinstance(right, int):
+            self._charge(_memory_of(left) * right)
         elif operator == "*":
-            sequence, repetitions = (left, right) if isinstance(right, int) else (right, left)
-            self._charge(_memory_of(sequence) * repetitions)
+            self._charge(_memory_of(right) * left)
         elif operator == "%" and isinstance(left, str):
             self._charge(_cost_of_format(left, right))
 
@@ -476,10 +490,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str) and method.__name__ in _COSTS:
-            # The filter takes the list first, the method takes the separator first.
-            subject = (*args, owner) if method.__name__ == "join" else (owner, *args)
+            arguments = (owner, *args)
+            if method.__name__ == "join":  # the filter takes the list first, the method takes the separator first
+                arguments = (*args, owner)
             named = {name: value for name, value in kwargs.items() if not name.startswith("_")}  # Jinja adds _loop_vars
-            __self._charge(_COSTS[method.__name__](*subject, **named))
+            __self._charge(_COSTS[method.__name__](*arguments, **named))
         return __self._charge_value(super().call(__context, __obj, *args, **kwargs))
 
     def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -487,11 +502,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
         @wraps(function)  # keeps the attributes that make Jinja pass a context
         def charged(*args: Any, **kwargs: Any) -> Any:
-            num_contexts = 1 if isinstance(args[0], Environment | Context | EvalContext) else 0
+            num_contexts = 0
+            if isinstance(args[0], Environment | Context | EvalContext):
+                num_contexts = 1
             values = []
             for value in args[num_contexts:]:
                 is_iterator = hasattr(value, "__next__")
-                values.append(list(value) if is_iterator else value)
+                if is_iterator:  # of a filter such as map, which has no length
+                    value = list(value)
+                values.append(value)
             if name in _COSTS:
                 self._charge(_COSTS[name](*values, **kwargs))
             return self._charge_value(function(*args[:num_contexts], *values, **kwargs))
@@ -503,19 +522,24 @@ class _ChargeInserter(NodeTransformer):
     """Adds charges where Jinja has no hook: loops, slices and ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        # Each iteration is charged for the layout inside the loop, which no expression writes.
         size = _ITERATION + sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(size), _CHARGE_ITERATION)))
         return self.generic_visit(node)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         node = self.generic_visit(node)
-        return _filtered(node, _CHARGE_VALUE) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):  # a copy; an element is there already
+            return _filtered(node, _CHARGE_VALUE)
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        # `a ~ b` is `[a, b] | join`, which is charged before it runs.
         return self.generic_visit(_filtered(nodes.List(node.nodes), "join"))
 
 
 def _filtered(value: nodes.Expr, name: str) -> nodes.Filter:
+    """Return the expression ``value | name``."""
     return nodes.Filter(value, name, [], [], None, None)
 
 
@@ -563,9 +587,9 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     except DataError:  # the template does not accept a system turn
         order = ""
         texts = []
-    if order == "suau" and texts[2:] == [answer, after, end]:
+    if order == "suau" and texts[2:] == [answer, after, end]:  # before the first turn
         start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
-    elif order == "uasu" and [texts[0], texts[1], texts[2], texts[4]] == [before, answer, after, end]:
+    elif order == "uasu" and texts[:3] == [before, answer, after] and texts[4] == end:  # inside the last question
         system_in_question = "{{ if and $.System (eq $i $end) }}{{ $.System }}" + texts[3] + "{{ end }}"
     elif order:
         raise DataError(f"{_NOT_EXPRESSIBLE}: the system turn changes others.")

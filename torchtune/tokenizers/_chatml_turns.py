@@ -75,6 +75,7 @@ class ChatMLTurns(TurnsTokenizer):
             self.pad_id = self.special_tokens[pad_token]
         self.im_start_id = self.special_tokens[IM_START]
         self.im_end_id = self.special_tokens[IM_END]
+        # Qwen's base models end texts with the padding token, and chats with the EOS token.
         self.stop_tokens = list(dict.fromkeys([self.eos_id, self.pad_id]))
         self.turn_ends = [self.im_end_id]
 
@@ -114,10 +115,12 @@ class ChatMLTurns(TurnsTokenizer):
 
     @staticmethod
     def _stays_open(messages: list[Message], index: int) -> bool:
+        """Return whether a turn is the last and the assistant's: the EOS token ends it, or the model goes on."""
         return messages[index].role == "assistant" and index == len(messages) - 1
 
     @staticmethod
     def _block(role: str, body: str, *, is_open: bool = False) -> str:
+        """Write a turn with its header, and with its end unless it stays open."""
         block = f"{IM_START}{role}\n{body}"
         if not is_open:
             block += f"{IM_END}\n"

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
@@ -28,6 +28,7 @@ class ControlTokens:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
+        # Longest first: a regular expression takes the first alternative that matches.
         self.texts = sorted((text for text in texts if text), key=len, reverse=True)
         self._number = {text: i for i, text in enumerate(self.texts)}
         self._pattern: re.Pattern[str] | None = None
@@ -49,6 +50,7 @@ class ControlTokens:
         return value
 
     def _placeholder(self, token: re.Match[str]) -> str:
+        """Return the placeholder of a control token in a text, and say once that it is read as text."""
         log_once(
             get_logger(),
             f"A text of the data spells '{token[0]}': it is read as text. Where the control token is meant, set the "
@@ -73,20 +75,6 @@ class ControlTokens:
         if _KEY not in text:
             return text
         return _PLACEHOLDER.sub(lambda placeholder: self.texts[int(placeholder[1])], text)
-
-
-class _Segment(NamedTuple):
-    """Part of a text that is kept, or replaced as a whole; it ends where the next segment begins.
-
-    Attributes:
-        start: its position in the text.
-        new_start: its position in the text with the replacements.
-        is_replaced: whether it is replaced.
-    """
-
-    start: int
-    new_start: int
-    is_replaced: bool
 
 
 class ControlTokenEncoder:
@@ -131,27 +119,27 @@ class ControlTokenEncoder:
             return self.tokenizer.encode(text, add_special_tokens=False), list(spans)
         if self._renamed_tokenizer is None:
             self._renamed_tokenizer = _rename_tokens(self.tokenizer, self.control_tokens.texts)
-        new_text, segments = self._rename_in_text(text)
-        starts = [segment.start for segment in segments]
+        new_text, starts, new_starts = self._rename_in_text(text)
 
-        def new_position(position: int, *, is_end: bool) -> int:
-            i = bisect_right(starts, position) - 1
-            segment = segments[i]
-            if segment.is_replaced and position > segment.start:  # within a token, which a span has in whole
-                if is_end:
-                    return segments[i + 1].new_start
-                return segment.new_start
-            return segment.new_start + position - segment.start
+        def new_position(position: int) -> int:
+            # An edge of a span lies within an unchanged piece, or where a piece begins: never inside a placeholder.
+            index = bisect_right(starts, position) - 1
+            return new_starts[index] + position - starts[index]
 
-        new_spans = [(new_position(start, is_end=False), new_position(end, is_end=True)) for start, end in spans]
+        new_spans = [(new_position(start), new_position(end)) for start, end in spans]
         return self._renamed_tokenizer.encode(new_text, add_special_tokens=False), new_spans
 
-    def _rename_in_text(self, text: str) -> tuple[str, list[_Segment]]:
-        """Replace control tokens by their names in the renamed tokenizer, and placeholders by their control tokens."""
+    def _rename_in_text(self, text: str) -> tuple[str, list[int], list[int]]:
+        """Replace control tokens by their names in the renamed tokenizer, and placeholders by their control tokens.
+
+        Returns:
+            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text.
+        """
         texts = self.control_tokens.texts
         any_token = "|".join(map(re.escape, texts))
         pieces: list[str] = []
-        segments = [_Segment(0, 0, False)]
+        starts = [0]
+        new_starts = [0]
         position = 0
         new_position = 0
         for match in re.finditer(rf"{_PLACEHOLDER.pattern}|{any_token}", text):
@@ -161,13 +149,13 @@ class ControlTokenEncoder:
                 new_piece = _new_name(texts.index(match[0]))
             unchanged = text[position : match.start()]
             pieces += [unchanged, new_piece]
-            new_position += len(unchanged)
-            segments.append(_Segment(match.start(), new_position, True))
-            new_position += len(new_piece)
-            segments.append(_Segment(match.end(), new_position, False))
             position = match.end()
+            new_position += len(unchanged)
+            starts += [match.start(), match.end()]
+            new_starts += [new_position, new_position + len(new_piece)]
+            new_position += len(new_piece)
         pieces.append(text[position:])
-        return "".join(pieces), segments
+        return "".join(pieces), starts, new_starts
 
 
 def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> bytearray:
@@ -181,12 +169,14 @@ def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) 
             start, end = next(remaining_spans, no_span)
         if end < 0:
             break
-        if last > start or (first == last == start):
+        is_empty = first == last == start  # a token without characters, at the beginning of the span
+        if last > start or is_empty:
             mask[i] = False
     return mask
 
 
 def _new_name(number: int) -> str:
+    """Return the name of a control token in the renamed tokenizer."""
     return f"{_KEY}c{number}q"
 
 
@@ -200,9 +190,12 @@ def _rename_tokens(tokenizer: Tokenizer, control_tokens: Sequence[str]) -> Token
     model = content["model"]
     vocab = model["vocab"]
     if isinstance(vocab, dict):
-        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
-    else:  # a Unigram model
-        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+        for text, name in names.items():
+            if text in vocab:
+                vocab[name] = vocab.pop(text)
+    else:  # a Unigram model: the id of a piece is its position
+        for piece in vocab:
+            piece[0] = names.get(piece[0], piece[0])
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     return Tokenizer.from_str(json.dumps(content))

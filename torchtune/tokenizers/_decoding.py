@@ -52,6 +52,7 @@ class StreamDecoder:
         return text
 
     def _decode_pending(self) -> str:
+        """Return the text of the pending tokens, as it is behind the tokens before them."""
         context = self.tokenizer.decode(self._context)
         return self.tokenizer.decode(self._context + self._pending)[len(context) :]
 
@@ -78,8 +79,11 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     if {"query", "positive", "negatives"} <= row.keys():
         texts = [("query", row["query"]), ("positive", row["positive"])]
         texts += [("negative", negative) for negative in row["negatives"]]
-        # All tokens are trained on: labels are the next ones.
-        return [(title, np.asarray(ids), np.asarray([*ids[1:], CROSS_ENTROPY_IGNORE_IDX])) for title, ids in texts]
+        labeled_texts = []
+        for title, ids in texts:
+            labels = [*ids[1:], CROSS_ENTROPY_IGNORE_IDX]  # all tokens are trained on
+            labeled_texts.append((title, np.asarray(ids), np.asarray(labels)))
+        return labeled_texts
     if "documents" in row:  # candidates of a reranker
         texts = []
         for ids, target in zip(row["documents"], row["targets"], strict=True):
@@ -90,7 +94,9 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
         return []
     title = ""
     if "is_chosen" in row:
-        title = "labeled good" if row["is_chosen"] else "labeled bad"
+        title = "labeled bad"
+        if row["is_chosen"]:
+            title = "labeled good"
     labels = np.asarray(row["labels"])
     if "number" in row:  # a prompt for generation
         labels = np.full(len(row["tokens"]), CROSS_ENTROPY_IGNORE_IDX)

@@ -55,9 +55,10 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{what} {path} is broken at line {error.lineno} ({error.msg}): download it again.") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or too many brackets
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DataError(f"{what} {path} is broken ({reason}): download it again.") from error
+    except RecursionError as error:
+        raise DataError(f"{what} {path} is broken (it is nested too deeply): download it again.") from error
+    except ValueError as error:  # a number of too many digits
+        raise DataError(f"{what} {path} is broken ({error}): download it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{what} {path} holds no JSON object: download it again.")
     return content
@@ -168,8 +169,9 @@ def missing_new_tokens(tokenizer: Any, folder: Path) -> list[str]:
         return new_tokens
     content = read_json(file, "tokenizer file")
     model = content.get("model") or {}
-    vocabulary = model.get("vocab")
-    ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    ids: dict[str, int] = {}
+    if isinstance(model.get("vocab"), dict):  # new tokens are never in the list of a Unigram model
+        ids = dict(model["vocab"])
     for token in content.get("added_tokens") or ():
         ids[token["content"]] = token["id"]
     first_id = tokenizer.vocab_size - len(new_tokens)

@@ -144,6 +144,7 @@ class HeaderTurns(TurnsTokenizer):
         return "".join(texts)
 
     def _body(self, message: Message) -> list[int]:
+        """Return the token ids of a message between its header and the end-of-turn token."""
         ids: list[int] = []
         if message.ipython and self.python_tag is not None:
             ids.append(self.python_tag)
@@ -162,6 +163,7 @@ class HeaderTurns(TurnsTokenizer):
         return ids
 
     def _image_ids(self, image: Any) -> list[int]:
+        """Return the token ids of an image in the text; models with image tokens have several."""
         return [self.image_id]
 
     def tokenize_message(
@@ -184,8 +186,10 @@ class HeaderTurns(TurnsTokenizer):
             ids = [self.start_header_id, *role, self.end_header_id, *newlines]
         ids += self._body(message)
         if add_end_tokens:
-            turn_end_id = self.eot_id if message.eot else self.eom_id
-            ids.append(turn_end_id)
+            if message.eot:
+                ids.append(self.eot_id)
+            else:  # the assistant's turn goes on behind the answer of a tool
+                ids.append(self.eom_id)
         return ids
 
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:

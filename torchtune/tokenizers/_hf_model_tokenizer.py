@@ -150,6 +150,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 list(self.special_tokens),
                 [text_of_id[token_id] for token_id in configured_ids if token_id in text_of_id],
             )
+        # Generation ends at all of them; within a conversation, a turn may also end with other tokens (`stops`).
         learned_ids = [self.special_tokens[stop] for stop in generation_stops]
         self.stop_tokens = list(dict.fromkeys([*learned_ids, *configured_ids]))
         stops += [text_of_id[token_id] for token_id in self.stop_tokens if token_id in text_of_id]
@@ -231,6 +232,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
     ) -> TokensAndMask:
+        """Tokenize a conversation; see :meth:`tokenize_messages`. ``closed``: end the last turn."""
         if not messages:
             raise DataError("the conversation has no turns")
         messages = as_messages(messages)
@@ -255,6 +257,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         eos_id = None
         if closed:
             eos_id = self.eos_id
+        # The model has to learn to stop, even if the template ends the last turn without a token that says so.
         is_last_trained = closed and messages[-1].role == "assistant" and not messages[-1].masked
         last_start = 0  # no span is left of a turn whose parts are all taken out
         if spans:
@@ -281,7 +284,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         messages = as_messages(messages)
         if not earlier_reasoning([self._turn(message) for message in messages]):
             return []
-        rows: dict[str, Any] = {}
+        rows: dict[str, Any] = {}  # policy -> tokens and masks
         for policy in get_args(ReasoningPolicy):
             tokenizer = copy(self)
             tokenizer.reasoning = policy
@@ -298,6 +301,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return self._omitted.take()
 
     def _template(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """Return the template of a conversation with or without tools; raise :class:`DataError` if there is none."""
         name = "default"
         if tools is not None and "tool_use" in self.chat_templates:
             name = "tool_use"
@@ -323,6 +327,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             turns = turns[:-1]
         template = self._template(tools)
         text, _ = template.render(turns, add_generation_prompt=True, tools=tools)
+        # To find what the template omits takes another rendering, which most prompts do not need.
         if not all(_is_plainly_written(turn, text) for turn in turns):
             finder = self._finder(template, text, turns, tools)
             self._omitted.add(finder.omitted(_omissible(template, turns)))
@@ -361,6 +366,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: the template does not write the turn's text once and unchanged.
         """
+        # As if the other turns were masked: the spans are those of this turn.
         is_other_turn = [i != index for i in range(len(messages))]
         text, turn_spans = self._finished_text(turns, is_other_turn, tools)
         first = turn_spans[0][0]
@@ -412,6 +418,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """
         assistant_turns = [i for i, turn in enumerate(finder.messages) if turn["role"] == "assistant"]
         generated_by_turn: dict[int, Span] = {}
+        # With another number of blocks, it is not known which block is whose: the turns are looked for.
         if marks_generation and len(generated) == len(assistant_turns):
             generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
         spans: list[Span] = []
@@ -495,7 +502,9 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         return turn
     if message.contains_media:
         raise DataError(f"the turn of '{message.role}' holds an image, but this tokenizer takes text only")
-    role = "tool" if message.role == "ipython" else message.role
+    role: str = message.role
+    if role == "ipython":  # Llama 3's name, which other templates do not know
+        role = "tool"
     turn = {"role": role, "content": message.text_content, **message.extra}
     if len(turn) == 2:  # fast path
         return turn
@@ -524,6 +533,7 @@ def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | Non
         if not is_text:
             chosen = read_text(chosen, "chat template")
         return {"default": chosen}
+    # From the oldest place to the newest, each of which replaces those before.
     sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
     template_json = folder / "chat_template.json"
     if template_json.is_file():
@@ -561,6 +571,7 @@ def _published_templates(file: Path, content: Any) -> dict[str, str]:
 
 def _replace_template(folder: Path, source: str) -> None:
     """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
+    # A template that stayed in another place would be read instead of this one.
     additional = folder / "additional_chat_templates"
     candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]
     template_files = [path for path in candidates if path.is_file()]

@@ -14,8 +14,7 @@ from torchtune.utils import local_path, write_json
 
 # Keys of special tokens in tokenizer_config.json.
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
+# Options of tokens in its added_tokens_decoder.
 _ADDED_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -28,14 +27,20 @@ def _content(token: Any) -> str | None:
 
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named special tokens of a ``tokenizer_config.json``, for example ``{"bos_token": "<s>"}``."""
-    named = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+    tokens = {name: config.get(name) for name in NAMED_TOKENS}
     extra = config.get("extra_special_tokens")
-    if isinstance(extra, Mapping):
-        named |= {name: _content(token) for name, token in extra.items()}
-    return {name: token for name, token in named.items() if token}
+    if isinstance(extra, Mapping):  # a list has no names
+        tokens |= extra
+    named = {}
+    for name, token in tokens.items():
+        text = _content(token)
+        if text:
+            named[name] = text
+    return named
 
 
 def _load(path: str | Path) -> Tokenizer:
+    """Load a ``tokenizer.json``, without its padding and truncation; raise :class:`DataError` if it is broken."""
     try:
         tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
     except Exception as error:  # the tokenizers package raises a plain Exception
@@ -99,6 +104,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self._loaded_size = self.tokenizer.get_vocab_size()
         self.described_tokens: dict[str, list[int]] = {}
         self.new_tokens = self._add_tokens(add_tokens)
+        # Added tokens that are not special, such as <think>, are parsed in every text.
         added = self.tokenizer.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
@@ -111,7 +117,9 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         if pad_id is None:
             pad_id = 0  # padding is never trained on, whatever its id
         self.pad_id: int = pad_id
-        hidden_tokens = [] if parse_special_tokens else self.special_tokens  # in texts of training data
+        hidden_tokens: list[str] = []  # in texts of training data
+        if not parse_special_tokens:
+            hidden_tokens = list(self.special_tokens)
         self.control_tokens = ControlTokens(hidden_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
         adds_bos = self.config.get("add_bos_token")
@@ -145,6 +153,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
 
     @staticmethod
     def _read(folder: Path, path: str | None, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, by default of ``name`` in the folder, where it may be missing."""
         if path is None and not (folder / name).is_file():
             return {}
         return read_json(path or folder / name, name)
@@ -156,6 +165,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             entry = entries[token_id]
             if self.tokenizer.token_to_id(entry["content"]) is not None:
                 continue
+            # `add_tokens` gives the next id, whatever the file says.
             if int(token_id) != self.tokenizer.get_vocab_size():
                 raise DataError(
                     f"tokenizer_config.json gives '{entry['content']}' the id {token_id}, but the vocabulary of "
@@ -228,6 +238,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         for start in range(len(with_tokens) - len(text)):  # the tokens before the text
             if with_tokens[start : start + len(text)] == text:
                 return with_tokens[start + len(text) :]
+        # The post-processor puts nothing behind a text, which leaves it to the config.
         if self.config.get("add_eos_token") is True and self.eos_id is not None:
             return [self.eos_id]
         return []
@@ -266,6 +277,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         return self._framed(ids.tolist(), add_bos, add_eos)
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
+        """Return ids with the BOS token before and the EOS token behind them, as far as they are asked for."""
         if add_bos and self.adds_bos:
             ids = [self.bos_id, *ids]
         if add_eos and self.eos_id is not None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
             yield ids, message.masked
 
     def _assistant(self, message: Message) -> list[int]:
+        """Return the token ids of a turn of the assistant, without the EOS token: its text, its calls, or both."""
         calls = read_tool_calls(message.extra.get("tool_calls") or [])
         if not calls:
             ids = self._plain(message.text_content)
@@ -174,11 +176,14 @@ class InstTurnsTokenizer(TurnsTokenizer):
         return [*text, self.special_tokens["[TOOL_CALLS]"], *self._plain(_json(written))]
 
     def _tool(self, message: Message) -> list[int]:
+        """Return the token ids of a tool's answer, with the id of the call."""
         call_id = message.extra.get("tool_call_id")
         if not isinstance(call_id, str):
             raise DataError("The layout of [INST] needs the 'tool_call_id' of a tool's answer: the id of the call.")
         if self.version < 7:
-            content = _parsed(message.text_content)
+            content: Any = message.text_content
+            with suppress(json.JSONDecodeError):
+                content = json.loads(content)  # a result that is JSON is not quoted once more
             return self._between("TOOL_RESULTS", _json({"content": content, "call_id": call_id}))
         return [
             self.special_tokens["[TOOL_RESULTS]"],
@@ -190,6 +195,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
 
 
 def _version_of(base: Any, path: str) -> int:
+    """Return the version of the layout that a file states; SentencePiece models state none."""
     if isinstance(base, SentencePieceBaseTokenizer):
         return 3
     try:
@@ -199,11 +205,15 @@ def _version_of(base: Any, path: str) -> int:
 
 
 def _control_ids(base: Any, names: Sequence[str]) -> dict[str, int]:
+    """Return the ids of the control tokens that a file has, by name."""
     if isinstance(base, TekkenTokenizer):
         return {name: base.special_tokens[name] for name in names if name in base.special_tokens}
-    model = base.spm_model
-    ids = {name: model.piece_to_id(name) for name in names}
-    return {name: token_id for name, token_id in ids.items() if model.is_control(token_id)}
+    ids = {}
+    for name in names:
+        token_id = base.spm_model.piece_to_id(name)
+        if base.spm_model.is_control(token_id):  # otherwise the unknown token, or a piece of text
+            ids[name] = token_id
+    return ids
 
 
 def _is_about_tools(message: Message) -> bool:
@@ -214,14 +224,8 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call as the layout writes it; raise :class:`DataError` for a call without an id."""
     function = call["function"]
     if not isinstance(call.get("id"), str):
         raise DataError("The layout of [INST] needs the 'id' of every tool call.")

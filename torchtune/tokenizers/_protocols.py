@@ -90,7 +90,9 @@ def check_tokenizer(tokenizer: Any, *needed: str, reader: str = "a dataset") -> 
     Raises:
         DataError: it lacks one of them, or it is a tokenizer of ``transformers``, which has a different interface.
     """
-    if any(base.__module__.partition(".")[0] == "transformers" for base in type(tokenizer).__mro__):
+    # Such a tokenizer has an `encode`, whose arguments and results mean something else.
+    packages = {base.__module__.partition(".")[0] for base in type(tokenizer).__mro__}
+    if "transformers" in packages:
         raise DataError(
             f"tokenizer: a {type(tokenizer).__name__} of transformers masks and ends nothing here: give "
             "torchtune.tokenizers.hf_tokenizer(folder), which reads the same files."

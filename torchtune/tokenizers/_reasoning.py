@@ -37,8 +37,10 @@ def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
     last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
     indices = []
     for i, turn in enumerate(turns[:last_user]):
+        if turn["role"] != "assistant":
+            continue
         has_field = any(turn.get(name) for name in REASONING_FIELDS)
-        if turn["role"] == "assistant" and (has_field or _REASONING_END in str(turn.get("content"))):
+        if has_field or _REASONING_END in str(turn.get("content")):
             indices.append(i)
     return indices
 
@@ -76,6 +78,7 @@ class KeptReasoning:
 
         before = self.turns[:index]
         marked_last_turn = {**turn, "content": f"{thoughts}{end}{mark}{answer}"}
+        # The text before the mark, with the turn as an earlier one without reasoning, and as the last one with it.
         stripped, _, _ = render(self.turns, False).partition(mark)
         written, _, tail = render([*before, marked_last_turn], False).partition(mark)
         if written == stripped or not written.startswith(render(before, False)):
@@ -88,6 +91,7 @@ class KeptReasoning:
             if tail.endswith(tail_without_mark):
                 mark += tail.removesuffix(tail_without_mark)
 
+        # Only the text behind the first difference is replaced: it is what the reasoning changes.
         same_characters = takewhile(lambda pair: pair[0] == pair[1], zip(stripped, written, strict=False))
         num_same = sum(1 for _ in same_characters)
         prompt = render(before, True)
@@ -99,6 +103,7 @@ class KeptReasoning:
     def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
         """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""
         spans = list(spans)
+        # From the last mark to the first, so that a longer text does not move the marks that are still to come.
         for block in reversed(self._blocks):
             mark_start = text.index(block.mark)
             start = mark_start - block.num_before

@@ -65,7 +65,7 @@ class SentencePieceBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         check_text(text)
         if trim_leading_whitespace and self.encodes_whitespace:
             if prefix is None:
-                prefix = "\n"
+                prefix = "\n"  # of which the model makes tokens of its own, whatever follows
             skipped = len(self.spm_model.encode(prefix, add_bos=add_bos, add_eos=False))
             ids = self.spm_model.encode(prefix + text, add_bos=add_bos, add_eos=add_eos)[skipped:]
             if add_bos:  # it was removed with the prefix
@@ -204,7 +204,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
 
 
 def _split_control_texts(text: str, control_texts: tuple[str, ...]) -> list[str]:
-    """Split ``text`` after the first character of each control text."""
+    """Split ``text`` after the first character of each control text, so that no piece has one."""
     if not control_texts:
         return [text]
     any_control_text = "|".join(map(re.escape, control_texts))

@@ -83,7 +83,8 @@ class TikTokenBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
         self.published = PublishedFiles(path)
         ranks = read_ranks(path)
         self.base_vocab_size = len(ranks)
-        self.bos_id, self.eos_id = bos_id, eos_id
+        self.bos_id = bos_id
+        self.eos_id = eos_id
         self.tt_model = Encoding(name=name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=dict(special_tokens))
 
     @property
@@ -158,16 +159,22 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
             self.num_control = int(config["default_num_special_tokens"])
             self.vocab_size = int(config["default_vocab_size"])
             self.version = str(config.get("version", "v3"))
-            ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"]}
-            self.special_tokens = {token: token_id for token_id, token in enumerate(_FIRST_CONTROL_TOKENS)}
-            if entries := content.get("special_tokens"):
-                self.special_tokens = {entry["token_str"]: int(entry["rank"]) for entry in entries}
+            # The file lists more tokens than the model has.
+            num_ranks = self.vocab_size - self.num_control
+            ranks: dict[bytes, int] = {}
+            for entry in content["vocab"]:
+                token = base64.b64decode(entry["token_bytes"])
+                rank = int(entry["rank"])
+                if rank < num_ranks:
+                    ranks[token] = rank
+            self.special_tokens: dict[str, int] = {}
+            for entry in content.get("special_tokens") or ():
+                self.special_tokens[entry["token_str"]] = int(entry["rank"])
+            if not self.special_tokens:
+                self.special_tokens = {token: token_id for token_id, token in enumerate(_FIRST_CONTROL_TOKENS)}
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}).") from error
-        # The file lists more tokens than the model has.
-        num_ranks = self.vocab_size - self.num_control
-        ranks = {token: rank for token, rank in ranks.items() if rank < num_ranks}
         self._encoding = Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         self._control_texts = {token_id: token for token, token_id in self.special_tokens.items()}
         self.bos_id = self.special_tokens["<s>"]

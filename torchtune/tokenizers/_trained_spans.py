@@ -10,7 +10,7 @@ rendered once per kind of passage, so that the cost is linear in the length of t
 import re
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -164,6 +164,7 @@ class Marker:
         return marked, answer_numbers, reasoning
 
     def _nested(self, value: Any) -> Any:
+        """Return plain data with marks around its texts, whose numbers nobody asks for."""
         if isinstance(value, str):
             return self._mark(value)
         if isinstance(value, Mapping):
@@ -186,7 +187,9 @@ class Marker:
 
     def _call(self, call: Any) -> tuple[Any, list[int]]:
         """Return a tool call with marks around its name and arguments, and the number of its name."""
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        function = None
+        if isinstance(call, Mapping):
+            function = call.get("function", call)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             return call, []
         name, numbers = self._numbered(function["name"])
@@ -293,7 +296,9 @@ class TurnFinder:
     @property
     def _spans(self) -> dict[int, Span]:
         """Span of each marked text; empty if the marks change the text."""
-        return {} if self._marked_rendering is None else self._marked_rendering.spans
+        if self._marked_rendering is None:
+            return {}
+        return self._marked_rendering.spans
 
     @cached_property
     def _turns(self) -> list[Turn]:
@@ -309,6 +314,7 @@ class TurnFinder:
 
     @cached_property
     def _rank(self) -> dict[int, int]:
+        """Position in :attr:`_order` of each marked text."""
         return {number: rank for rank, number in enumerate(self._order)}
 
     def assistant(self, index: int) -> list[Span]:
@@ -383,7 +389,9 @@ class TurnFinder:
             if marked.text and not self._is_written(marked.text):
                 role = self.messages[index]["role"]
                 kind = _OMITTED_TEXT.get(role, f"text of turns of '{role}'")
-                kinds.append("text beside tool calls" if marked.calls else kind)
+                if marked.calls:
+                    kind = "text beside tool calls"
+                kinds.append(kind)
             if marked.reasoning and index not in ignored and not self._is_written(marked.reasoning):
                 kinds.append("reasoning")
         return kinds
@@ -409,12 +417,14 @@ class TurnFinder:
         content = self.messages[index]["content"]
         first, last = inner_span(content)
         before = self.text[max(0, start - first) : start]
-        after = self.text[end : end + len(content) - last]
-        start -= _common_prefix(content[:first][::-1], before[::-1])
-        end += _common_prefix(content[last:], after)
+        reversed_opening = content[:first][::-1]
+        start -= _common_prefix(reversed_opening, before[::-1])  # the common end of both
+        closing = content[last:]
+        end += _common_prefix(closing, self.text[end : end + len(closing)])
         return start, self._stop_after(end) or end
 
     def _not_located(self, index: int) -> DataError:
+        """Return the error for a turn whose part of the rendered conversation cannot be told."""
         return DataError(
             f"cannot tell which part of the rendered conversation is turn {index} ({self.messages[index]['role']}): "
             "the chat template rearranges it; mark the assistant's part with {% generation %} in the template"
@@ -450,18 +460,25 @@ class TurnFinder:
     def _text_before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
         runs = self._runs(index)
-        if not runs:
+        if not runs:  # a turn without a written text follows the last earlier one with a text
             for earlier in range(index - 1, -1, -1):
-                if earlier_runs := self._runs(earlier):
+                earlier_runs = self._runs(earlier)
+                if earlier_runs:
                     return earlier_runs[-1][1]
             return None
+        # A template may write texts of later turns before this one.
         rank = self._rank[runs[0][0]] - 1
         while rank >= 0 and self._turn_of_number[self._order[rank]] >= index:
             rank -= 1
-        return self._order[rank] if rank >= 0 else None
+        if rank < 0:
+            return None
+        return self._order[rank]
 
     def _end_of_text(self, number: int | None) -> int:
-        return 0 if number is None else self._spans[number][1]
+        """Return the end of a marked text; the beginning of the conversation for None."""
+        if number is None:
+            return 0
+        return self._spans[number][1]
 
     def _next_text_start(self, position: int, after: int | None) -> int:
         """Return where the next marked text begins: after text number ``after`` or, if it is None, after a position."""
@@ -501,7 +518,9 @@ class TurnFinder:
         before = self._text_before(index)
         base = self._end_of_text(before)
         limit = self._next_text_start(base, before)
-        first_turn = 0 if before is None else self._turn_of_number[before]
+        first_turn = 0
+        if before is not None:
+            first_turn = self._turn_of_number[before]
         key = self._passage_key(self.text[base:limit], first_turn, index)
         if key not in self._start_offsets:
             self._start_offsets[key] = self._find_start(index, before, base, limit) - base
@@ -519,30 +538,37 @@ class TurnFinder:
         if prompt is not None:
             num_shared = _common_prefix(prompt, self.text[base : base + len(prompt)])
             if num_shared == len(prompt):
+                start = base + num_shared
                 # The generation prompt of some templates has no header, which the model then generates itself.
-                is_header_next = bool(header) and passage.startswith(header, num_shared)
-                return base + num_shared + (len(header) if is_header_next else 0)
+                if header and passage.startswith(header, num_shared):
+                    start += len(header)
+                return start
             if num_shared >= len(passage):
                 return limit  # the generation prompt adds text, such as <think>, that a finished turn lacks
             # Otherwise the generation prompt differs from the finished turn.
             offset = len(_whole_words(passage[:num_shared]))
-            first_turn = 0 if before is None else self._turn_of_number[before] + 1
+            first_turn = 0
+            if before is not None:
+                first_turn = self._turn_of_number[before] + 1
             are_written = all(self._runs(turn) for turn in range(first_turn, index))
             is_continuation = header not in passage and are_written
             if header and (header in passage[:offset] or is_continuation):
                 return base + offset
-        offset = passage.rfind(header) if header else -1
-        if offset < 0:
+        # Without a prompt to compare with, the turn begins behind the last header before its text.
+        if not header or header not in passage:
             raise self._not_located(index)
-        return base + offset + len(header)
+        return base + passage.rfind(header) + len(header)
 
     def _find_start_after_blank(self, index: int) -> int | None:
         """Find the start of a turn after a turn without text, by rendering with a text inserted there."""
         turns = [*self._turns]
         turns[index - 1] = {**turns[index - 1], "content": marked_text("x", 0)}
+        # Behind the inserted text, the conversation has to go on as without it.
         tail = self._tail(self._rendered(turns, False), 0)
+        if tail is None or not self.text.endswith(tail):
+            return None
         prompt = self._tail(self._rendered(turns[:index], True), 0)
-        if tail is None or prompt is None or not tail.startswith(prompt) or not self.text.endswith(tail):
+        if prompt is None or not tail.startswith(prompt):
             return None
         return len(self.text) - len(tail) + len(prompt)
 
@@ -556,6 +582,7 @@ class TurnFinder:
         if with_prompt is None or without_prompt is None or not with_prompt.startswith(without_prompt):
             return ""
         header = with_prompt[len(without_prompt) :]
+        # A finished turn may lack the end of what the prompt adds, such as <think>: the last turn, or an earlier one.
         for finished in (turns[:2], turns):
             tail = self._tail(self._rendered(finished, False), 1)
             if tail is not None and tail.startswith(without_prompt):
@@ -590,9 +617,13 @@ class TurnFinder:
         """
         is_last = index == len(self.messages) - 1
         special_tokens = list(self._special.finditer(passage))
-        if is_last and len(special_tokens) < 2:
-            return special_tokens[0].end() if special_tokens else len(passage)
-        continuations = self._continuations(index) if is_last else iter([self._turns[: index + 1]])
+        if is_last and not special_tokens:
+            return len(passage)
+        if is_last and len(special_tokens) == 1:
+            return special_tokens[0].end()
+        continuations: Iterable[list[Turn]] = [self._turns[: index + 1]]  # the conversation that ends here
+        if is_last:
+            continuations = self._continuations(index)
         for messages in continuations:
             rendering = self._rendered(messages, False)
             if last is not None:
@@ -602,7 +633,10 @@ class TurnFinder:
                 before = self._text_before(index)
                 opening = self.text[self._end_of_text(before) : start]
                 tail = self._tail(rendering, before)
-                tail = tail[len(opening) :] if tail is not None and tail.startswith(opening) else None
+                if tail is not None and not tail.startswith(opening):
+                    tail = None
+                if tail is not None:
+                    tail = tail[len(opening) :]
                 if tail == "":
                     return 0
             if tail is not None:
@@ -616,8 +650,10 @@ class TurnFinder:
             results: list[Turn] = []
             for call in calls:
                 if isinstance(call, Mapping):
-                    call_id = call.get("id")
-                    results.append(_TOOL_RESULT if call_id is None else {**_TOOL_RESULT, "tool_call_id": call_id})
+                    result = dict(_TOOL_RESULT)
+                    if call.get("id") is not None:
+                        result["tool_call_id"] = call["id"]
+                    results.append(result)
             yield [*self._turns, *results]
         yield [*self._turns, _USER]
 
@@ -644,7 +680,9 @@ class TurnFinder:
         next_token = self._special.match(following)
         if next_token is not None and not self._begins_with_header(following):
             is_stop = next_token[0] in self.stops
-            if last_token is None or is_stop or self._special.match(other_following) is not None:
+            # While stops are not learned yet: both conversations have a token here, which depends on what follows.
+            differs_from_other = self._special.match(other_following) is not None
+            if last_token is None or is_stop or differs_from_other:
                 return len(passage) - len(following) + next_token.end()
         if not following or not other_following or self._begins_with_header(following):
             return len(shared)  # the conversation ends here, or the assistant continues
@@ -726,9 +764,8 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
                 start, end = TurnFinder(render, turns, text, configured, special, answer_ends).assistant(1)[0]
             except DataError:
                 continue
-            stop = next((token for token in special if text.endswith(token, start, end)), None)
-            if stop is not None:
-                kind_stops.append(stop)
+            ending = [token for token in special if text.endswith(token, start, end)]
+            kind_stops += ending[:1]
         generation_stops += kind_stops[:1]
         stops += kind_stops
     return list(dict.fromkeys(generation_stops)), list(dict.fromkeys(stops))
@@ -806,6 +843,7 @@ class LayoutCache:
         return spans
 
     def _learn_layout(self, roles: Sequence[str], masked: Sequence[bool]) -> _Layout | None:
+        """Return the layout of a sequence of roles; None if the template does not write the placeholders as texts."""
         placeholders = [f"Text\ue010{i}\ue011" for i in range(len(roles))]  # private-use characters, as in no layout
         turns = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
@@ -822,13 +860,15 @@ class LayoutCache:
         def position_in_layout(position: int) -> _Position | None:
             num_texts = bisect_left(around_ends, position)
             offset = position - (around_ends[num_texts] - len(around[num_texts]))
-            return (num_texts, num_before[num_texts] + offset) if offset >= 0 else None
+            if offset < 0:  # inside a placeholder
+                return None
+            return num_texts, num_before[num_texts] + offset
 
         layout_spans = []
         for start, end in spans:
             layout_start = position_in_layout(start)
             layout_end = position_in_layout(end)
-            if layout_start is None or layout_end is None:  # inside a placeholder
+            if layout_start is None or layout_end is None:
                 return None
             layout_spans.append((layout_start, layout_end))
         return _Layout(around, layout_spans)

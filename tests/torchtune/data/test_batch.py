@@ -69,7 +69,8 @@ def test_batch_supports_the_operations_of_a_dict():
 
 
 def test_a_dict_becomes_a_batch():
-    weights, states = torch.ones(2, 3), torch.ones(2, 3, 5)
+    weights = torch.ones(2, 3)
+    states = torch.ones(2, 3, 5)
     collated = padded_collate_sft([ONE, TWO]) | {"weights": weights, "states": states, "mask": torch.ones(2, 3, 3) > 0}
     batch = Batch.from_dict(collated)
     assert Batch.from_dict(batch) is batch
@@ -157,7 +158,8 @@ def test_sums_per_document_equal_those_of_a_loop(dtype):
     tokens = torch.zeros(1, sum(lengths), dtype=torch.int64)
     batch = Batch(tokens, documents=Documents.from_lengths(lengths)).pad_to_multiple(4)
     values = (torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
-    sums, expected = batch.sum_per_document(values), sums_by_loop(values, lengths)
+    sums = batch.sum_per_document(values)
+    expected = sums_by_loop(values, lengths)
     assert sums.dtype == (torch.int64 if dtype == torch.bool else dtype)
     tolerance = {torch.bfloat16: 2**-8, torch.float32: 1e-6}.get(dtype, 1e-12)  # of the result alone
     torch.testing.assert_close(sums.double(), expected, rtol=tolerance, atol=tolerance)

@@ -150,7 +150,9 @@ COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 
 def stack(rows):
     """A user's collate function: tensors [b, s] of rows of one length."""
-    return {name: torch.tensor([row[name] for row in rows]) for name in ("tokens", "labels")}
+    tokens = torch.tensor([row["tokens"] for row in rows])
+    labels = torch.tensor([row["labels"] for row in rows])
+    return {"tokens": tokens, "labels": labels}
 
 
 def pair_of(row):

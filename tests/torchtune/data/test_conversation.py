@@ -28,7 +28,8 @@ WEATHER = {
         },
     },
 }
-QUESTION, ANSWER = {"role": "user", "content": "Is it warm?"}, {"role": "assistant", "content": "Yes."}
+QUESTION = {"role": "user", "content": "Is it warm?"}
+ANSWER = {"role": "assistant", "content": "Yes."}
 
 
 def call(arguments, name="weather", **fields):
@@ -346,9 +347,7 @@ def test_unsupported_training_flags_are_refused():
         with pytest.raises(DataError, match=words):
             openai(QUESTION, {**ANSWER, **flag})
     asks = {**QUESTION, "train": True}
-    with pytest.raises(
-        DataError, match="turn 0 of 'user' says that it is trained on, but masking_strategy=train_on_ass"
-    ):
+    with pytest.raises(DataError, match=r"turn 0 of 'user' .* but masking_strategy=train_on_ass"):
         openai(asks, ANSWER)
     trained = OpenAIToMessages(masking_strategy="train_on_all")({"messages": [asks, ANSWER]})["messages"]
     assert [turn.masked for turn in trained] == [False, False]
@@ -427,10 +426,8 @@ def test_pairs_in_sharegpt_format():
     }
     columns = {"prompt": "conversations", "chosen": "chosen", "rejected": "rejected"}
     pair = ChosenRejectedToMessages(column_map=columns)(row)
-    assert [[turn.text_content for turn in pair[side]] for side in ("chosen", "rejected")] == [
-        ["Is it warm?", "Yes."],
-        ["Is it warm?", "No."],
-    ]
+    assert [turn.text_content for turn in pair["chosen"]] == ["Is it warm?", "Yes."]
+    assert [turn.text_content for turn in pair["rejected"]] == ["Is it warm?", "No."]
 
 
 def test_both_answers_of_a_pair_are_to_one_prompt():

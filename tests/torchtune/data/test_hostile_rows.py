@@ -17,7 +17,8 @@ from torchtune.data import (
 from torchtune.datasets import LabelledAnswerToMessages, format_of
 from torchtune.datasets._file_report import FileFacts, _inspect
 
-USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+USER = {"role": "user", "content": "x"}
+ANSWER = {"role": "assistant", "content": "y"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 CASES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "openai": (

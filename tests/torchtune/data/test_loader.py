@@ -34,7 +34,8 @@ def test_an_epoch_holds_every_example_once():
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     first_loader = loader()
-    first, second = flat(first_loader), flat(first_loader)
+    first = flat(first_loader)
+    second = flat(first_loader)
     assert first_loader.epoch == 2
     assert first != second
     assert first == flat(loader())
@@ -125,9 +126,11 @@ def test_the_smallest_batch_is_known_before_it_comes():
 def test_a_rank_without_examples_gets_one_without_labels():
     data = [{"tokens": [i, i], "labels": [i, -100]} for i in range(5)]
     settings = {"batch_size": 2, "collate_fn": collate_documents, "shuffle": False, "seed": 0, "world_size": 2}
-    last = [list(BatchLoader(data, rank=rank, **settings))[-1] for rank in range(2)]
-    labels = [[batch["labels"].tolist() for batch in step] for step in last]
-    assert labels == [[[[4, -100]]], [[[-100, -100]]]]
+    labels = []
+    for rank in range(2):
+        *_, (last_batch,) = BatchLoader(data, rank=rank, **settings)
+        labels.append(last_batch["labels"].tolist())
+    assert labels == [[[4, -100]], [[-100, -100]]]
     packs = [[data[0], data[1]]] * 3
     (batch,) = list(BatchLoader(packs, rank=1, **{**settings, "batch_size": 1}))[-1]
     assert (batch["labels"] == -100).all()
@@ -213,7 +216,8 @@ def test_a_step_that_is_loaded_ahead_moves_neither_the_position_nor_what_is_rand
     torch.manual_seed(5)
     for batches in ahead:
         steps.append(batches)
-        before, rows = ahead.state_dict(), ahead.rows()
+        before = ahead.state_dict()
+        rows = ahead.rows()
         upcoming = ahead.peek()
         assert (ahead.state_dict(), ahead.rows()) == (before, rows)
         assert (upcoming is None) == ahead.at_epoch_end == (len(steps) == 3)

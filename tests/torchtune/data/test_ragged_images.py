@@ -79,12 +79,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
 
 def test_documents_with_the_same_pixels_share_their_features():
     shared = torch.zeros(4, 3)
-    other = torch.ones(8, 3)
+    other_pixels = torch.ones(8, 3)
     first = Images(shared, ((1, 2, 2),), places=torch.tensor([1]))
-    second = Images(other, ((2, 2, 2),), places=torch.tensor([0, 2]))
+    second = Images(other_pixels, ((2, 2, 2),), places=torch.tensor([0, 2]))
     joined = join_images([first, None, second, first], [3, 2, 4, 3])
     assert joined.grids == ((1, 2, 2), (2, 2, 2))
-    assert joined.pixels.equal(torch.cat([shared, other]))
+    assert joined.pixels.equal(torch.cat([shared, other_pixels]))
     assert joined.places.tolist() == [1, 5, 7, 10]
     assert joined.features.tolist() == [0, 1, 2, 0]
     assert join_images([first, second], [3, 4]).features is None, "in order"

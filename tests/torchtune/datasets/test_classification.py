@@ -91,7 +91,9 @@ def test_packs_hold_the_same_rows(tokenizer):
     rows = rows_of(*"abcabcab")
     packed = classification_dataset(tokenizer, rows, packed=True, max_seq_len=16)
     alone = classification_dataset(tokenizer, rows)
-    documents = [(list(map(int, row["tokens"])), int(row["labels"][-1])) for pack in packed for row in list(pack)]
+    documents = []
+    for pack in packed:
+        documents += [(document["tokens"].tolist(), int(document["labels"][-1])) for document in list(pack)]
     assert sorted(documents) == sorted((row["tokens"], row["labels"][-1]) for row in alone)
 
 

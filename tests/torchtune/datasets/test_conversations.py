@@ -128,9 +128,7 @@ def test_pairs_with_different_prompts_are_refused(with_tools):
     asked = {"role": "user", "content": "Is it cold?"}
     answer, second_answer = ({"role": "assistant", "content": text} for text in ("Yes.", "No."))
     row = {"chosen": [QUESTION, answer], "rejected": [asked, second_answer]}
-    with pytest.raises(
-        DataError, match="row 0: chosen and rejected have different prompts: they first differ in turn 0"
-    ):
+    with pytest.raises(DataError, match=r"row 0: .* different prompts: they first differ in turn 0"):
         preference_dataset(with_tools, source=[row])
 
 
@@ -166,7 +164,8 @@ def test_an_answer_that_says_nothing_needs_a_setting(with_tools):
 
 
 def test_any_order_of_turns_needs_a_setting(with_tools):
-    answer, system = {"role": "assistant", "content": "Yes."}, {"role": "developer", "content": "Be brief."}
+    answer = {"role": "assistant", "content": "Yes."}
+    system = {"role": "developer", "content": "Be brief."}
     for turns in ([QUESTION, QUESTION, answer], [QUESTION, answer, system, QUESTION, answer]):
         with pytest.raises(DataError, match="allow_any_order=true leaves the order to the chat template"):
             chat(with_tools, [{"messages": turns}])

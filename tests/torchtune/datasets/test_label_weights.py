@@ -1,5 +1,7 @@
 """Weights of turns, rows and parts: from the file to the batch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -97,11 +99,13 @@ def test_row_that_no_weight_can_train_is_refused(tokenizer, weight, words):
         dataset_of(tokenizer, {"messages": [QUESTION, ANSWER], "weight": weight})
 
 
-def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer):
-    parts = [{"type": "text", "text": "On "}, {"type": "text", "text": "mat", "train": False}]
+@pytest.mark.parametrize("untrained", ["mat", "<|im_end|>"])  # a control token in a text is plain text
+def test_part_of_a_turn_that_is_not_trained_on_has_no_label(tokenizer, untrained):
+    parts = [{"type": "text", "text": "On "}, {"type": "text", "text": untrained, "train": False}]
     content = [*parts, {"type": "text", "text": " 1."}]
     row = dataset_of(tokenizer, {"messages": [QUESTION, {"role": "assistant", "content": content}]})[0]
-    full_row = dataset_of(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
+    answer = {"role": "assistant", "content": f"On {untrained} 1."}
+    full_row = dataset_of(tokenizer, {"messages": [QUESTION, answer]})[0]
     assert row["tokens"] == full_row["tokens"]
     assert texts_by_weight(tokenizer, row) == {1.0: "On  1."}
     is_label = np.asarray(row["labels"]) != -100
@@ -145,7 +149,8 @@ def test_pieces_of_a_split_row_keep_their_weights(tokenizer):
     rows = [{"messages": [QUESTION, {**ANSWER, "weight": 0.5}, QUESTION, ANSWER]}]
     packs = PackedDataset(dataset_of(tokenizer, *rows), max_seq_len=8, split_across_pack=True)
     row = dataset_of(tokenizer, *rows)[0]
-    weights = torch.cat([document["label_weights"] for pack in packs for document in pack])
+    documents = itertools.chain.from_iterable(packs)
+    weights = torch.cat([document["label_weights"] for document in documents])
     assert weights.tolist() == row["label_weights"]
 
 
@@ -293,29 +298,32 @@ def test_shipped_builder_passes_the_weight_column_on(tokenizer):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed):
-    rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.5, 1, 3)]
+@pytest.mark.parametrize("column", ["weight", "value"])
+def test_streamed_rows_keep_their_weights(tokenizer, tmp_path, packed, column):
+    rows = [{"messages": [QUESTION, ANSWER], column: weight} for weight in (0.5, 1, 3)]
     write_lines(tmp_path / "rows.jsonl", rows)
     settings = {"conversation_column": "messages", "conversation_style": "openai", "streaming": True}
+    settings["weight_column"] = column
     stream = chat_dataset(tokenizer, source=str(tmp_path / "rows.jsonl"), packed=packed, **settings)
     stream.begin(0, shuffle=False)
-    batch = collate_documents([stream[index] for index in range(1 if packed else 3)])
+    num_examples = 1 if packed else 3
+    batch = collate_documents([stream[index] for index in range(num_examples)])
     assert batch.num_terms == pytest.approx(batch.num_labels * 1.5)
 
 
 def test_data_show_tells_of_weights(tune, folder, tmp_path):
     rows = [{"messages": [QUESTION, ANSWER], "weight": weight} for weight in (0.25, 1, 3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    shown = tune("data", "show", path, "--tokenizer", folder)
-    assert shown.code == 0, shown.err
-    assert "2 rows have other weights than 1 (0.25 to 3)" in shown.out
-    assert "trained on, between [[ and ]], weight 0.25" in shown.out
+    result = tune("data", "show", path, "--tokenizer", folder)
+    assert result.code == 0, result.err
+    assert "2 rows have other weights than 1 (0.25 to 3)" in result.out
+    assert "trained on, between [[ and ]], weight 0.25" in result.out
 
 
 def test_data_show_tells_of_weights_of_pairs(tune, folder, tmp_path):
     rows = [{"prompt": "Where?", "chosen": "Here.", "rejected": "No.", "weight": weight} for weight in (1, 0.5, 2)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    shown = tune("data", "show", path, "--tokenizer", folder)
-    assert shown.code == 0, shown.err
-    assert "2 rows have other weights than 1 (0.5 to 2)" in shown.out
-    assert "not read" not in shown.err
+    result = tune("data", "show", path, "--tokenizer", folder)
+    assert result.code == 0, result.err
+    assert "2 rows have other weights than 1 (0.5 to 2)" in result.out
+    assert "not read" not in result.err

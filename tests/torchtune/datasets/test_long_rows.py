@@ -8,7 +8,8 @@ from torchtune.data import DataError
 from torchtune.datasets import PackedDataset, instantiate_dataset, instruct_dataset, workers
 from torchtune.estimate import context_length
 
-SHORT, LONG = {"input": "the cat", "output": "red"}, {"input": "the cat", "output": "a red bird " * 30}
+SHORT = {"input": "the cat", "output": "red"}
+LONG = {"input": "the cat", "output": "a red bird " * 30}
 ROWS = [SHORT, SHORT, LONG, SHORT]
 WORDS = "it has more tokens than the 40 that the model reads"
 

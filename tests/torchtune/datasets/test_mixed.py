@@ -148,8 +148,9 @@ def test_packs_and_pairs_keep_their_source():
     batch = collate_documents([MixedDataset(packs)[index] for index in (0, 3)])
     assert batch.sources == ("a", "b")
     assert batch.per_token["source"].tolist() == [[0] * 6 + [1] * 2]
-    row = {"input_ids": [1, 2], "labels": [2, -100]}
-    pair = {f"{side}_{name}": row[name] for side in ("chosen", "rejected") for name in row}
+    pair = {}
+    for side in ("chosen", "rejected"):
+        pair |= {f"{side}_input_ids": [1, 2], f"{side}_labels": [2, -100]}
     batch = collate_preference([MixedDataset({"a": [pair], "b": [pair]})[1]])
     assert batch.per_document["source"].tolist() == [1, 1]
 

@@ -12,10 +12,16 @@ from tests.torchtune.models.tokenizer_files import write_ranks
 from tests.torchtune.modules.transforms.test_vision import photo
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX as IGNORE
 from torchtune.data import DataError, Message, padded_collate_sft
-from torchtune.datasets import PackedDataset, SFTDataset, alpaca_dataset, chat_dataset, instantiate_collate
-from torchtune.datasets._preview import preview
-from torchtune.datasets._row_cache import preparing
-from torchtune.datasets._row_images import size_of
+from torchtune.datasets import (
+    PackedDataset,
+    SFTDataset,
+    alpaca_dataset,
+    chat_dataset,
+    instantiate_collate,
+    preparing,
+    preview,
+    size_of,
+)
 from torchtune.datasets.multimodal import (
     llava_instruct_dataset,
     multimodal_chat_dataset,

@@ -16,8 +16,7 @@ import pytest
 
 from tests.torchtune.datasets.test_streamed import CAPACITY, ids, transform, write_rows
 from torchtune.data import BatchLoader, DataError
-from torchtune.datasets import StreamedDataset, mixed_dataset
-from torchtune.datasets._processes import workers
+from torchtune.datasets import StreamedDataset, mixed_dataset, workers
 from torchtune.utils import close_run_logger, get_run_logger
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -79,7 +78,8 @@ def steps(loader, count):
     steps_seen = []
     for batches in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), count):
         state = json.loads(json.dumps(loader.state_dict()))
-        steps_seen.append(([ids(example) for batch in batches for example in batch], loader.rows(), state))
+        examples = itertools.chain.from_iterable(batches)
+        steps_seen.append((list(map(ids, examples)), loader.rows(), state))
     return steps_seen
 
 
@@ -102,7 +102,8 @@ def test_prefetched_steps_states_and_resume_equal_those_without(kind, tmp_path, 
 def test_prefetching_reports_the_same_errors_and_skipped_rows(tmp_path, monkeypatch):
     paths = write_rows(tmp_path, [60])
     lines = Path(paths[0]).read_text().splitlines()
-    lines[50], lines[20] = "{broken", '{"id": 1, "length": 0}'
+    lines[50] = "{broken"
+    lines[20] = '{"id": 1, "length": 0}'
     Path(paths[0]).write_text("\n".join(lines))
     outcomes = []
     for ahead, bad in itertools.product((False, True), ("stop", "skip")):
@@ -148,7 +149,7 @@ def test_killed_prefetch_process_is_reported(tmp_path, monkeypatch):
     steps(loader, 20)
     state = loader.state_dict()
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"tokenizes .*0\.jsonl.* was killed, most likely because memory ran out: free"):
+    with pytest.raises(DataError, match=r"tokenizes .*0\.jsonl.* was killed, .* memory ran out"):
         steps(loader, 40)
     resumed = streams.loader(True)
     resumed.load_state_dict(state)
@@ -159,7 +160,8 @@ def test_no_process_is_left_behind(tmp_path, monkeypatch):
     streams = Streams(monkeypatch, write_rows(tmp_path, [300]))
     loader = streams.loader(True)
     steps(loader, 1)
-    pid, streams.process = streams.process.pid, None
+    pid = streams.process.pid
+    streams.process = None
     del loader
     gc.collect()
     assert is_gone(pid)

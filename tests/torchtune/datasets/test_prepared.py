@@ -11,9 +11,15 @@ from tests.torchtune.datasets.test_row_cache import is_mapped
 from tests.work import largest_file
 from torchtune._recipe_registry import find_config
 from torchtune.data import DataError, collate_documents
-from torchtune.datasets import chat_dataset, instantiate_dataset, kto_dataset, text_completion_dataset
-from torchtune.datasets._preview import NotRead, preview
-from torchtune.datasets._row_cache import preparing
+from torchtune.datasets import (
+    NotRead,
+    chat_dataset,
+    instantiate_dataset,
+    kto_dataset,
+    preparing,
+    preview,
+    text_completion_dataset,
+)
 from torchtune.datasets._token_store import RowWriter
 from torchtune.estimate._check_run import _check_sources
 from torchtune.tokenizers import hf_tokenizer
@@ -27,7 +33,8 @@ def chats(tmp_path, monkeypatch):
 
 
 def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer_folder, tmp_path, tune):
-    config, folder = tmp_path / "mine.yaml", tmp_path / "prepared"
+    config = tmp_path / "mine.yaml"
+    folder = tmp_path / "prepared"
     node = {**CHATS, "source": str(chats), "packed": True}
     settings = {
         "tokenizer": {
@@ -47,7 +54,8 @@ def test_prepared_data_give_the_batches_of_live_data(chats, tokenizer, tokenizer
     assert prepared.fingerprint == live.fingerprint
     assert len(prepared) == len(live) > 1
     for i in range(len(live)):
-        prepared_batch, live_batch = collate_documents([prepared[i]]), collate_documents([live[i]])
+        prepared_batch = collate_documents([prepared[i]])
+        live_batch = collate_documents([live[i]])
         assert prepared_batch.tokens.equal(live_batch.tokens)
         assert prepared_batch.labels.equal(live_batch.labels)
         assert prepared_batch.documents.lengths == live_batch.documents.lengths
@@ -150,7 +158,8 @@ def test_a_transform_without_a_fingerprint_cannot_be_prepared(tokenizer, tmp_pat
 
 def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHTUNE_CACHE", str(tmp_path / "cache"))
-    source, folder = tmp_path / "answers.jsonl", tmp_path / "prepared"
+    source = tmp_path / "answers.jsonl"
+    folder = tmp_path / "prepared"
     rows = [{"prompt": "a" * (n % 5 + 1), "completion": "b", "label": n % 3 == 0} for n in range(900)]
     del rows[7]["completion"], rows[600]["completion"]
     write_lines(source, rows)
@@ -191,7 +200,8 @@ def test_preparation_resumes_after_a_kill(tokenizer, tokenizer_folder, tmp_path,
         read()
     assert "Going on behind 512 rows that were tokenized before." in caplog.text
     assert len(list(folder.glob(".*.part"))) == 1  # of the other tokenizer
-    prepared, live = read(prepared=folder), read()
+    prepared = read(prepared=folder)
+    live = read()
     assert prepared.fingerprint == live.fingerprint
     assert len(prepared) == len(live) == 898
     assert all(prepared[i] == live[i] for i in range(0, 898, 7))

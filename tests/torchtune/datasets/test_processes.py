@@ -10,8 +10,8 @@ import pytest
 
 from tests.tiny import OPENAI, read_lines, write_conversations, write_lines
 from torchtune.data import DataError
-from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset
-from torchtune.datasets._processes import _FEW, Worker, in_parts, picklable_error, workers
+from torchtune.datasets import SFTDataset, chat_dataset, kto_dataset, preference_dataset, prompt_dataset, workers
+from torchtune.datasets._processes import _FEW, Worker, in_parts, picklable_error
 
 COUNT = 2500
 
@@ -72,10 +72,12 @@ def test_any_number_of_processes_gives_the_same_answers_and_prompts(builder, tok
             built.append(builder(tokenizer, source=rows))
     assert len(started) == 2
     assert built[0].fingerprint == built[1].fingerprint
-    for single_row, parallel_row in ((built[0][i], built[1][i]) for i in (0, 255, 256, 599)):
-        turns = [[vars(turn) for turn in row.pop("messages", [])] for row in (single_row, parallel_row)]
+    for index in (0, 255, 256, 599):
+        single_row = built[0][index]
+        parallel_row = built[1][index]
+        turns = list(map(vars, single_row.pop("messages", [])))
+        assert turns == list(map(vars, parallel_row.pop("messages", [])))
         assert single_row == parallel_row
-        assert turns[0] == turns[1]
 
 
 def test_killed_worker_is_reported():

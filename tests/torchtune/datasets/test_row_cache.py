@@ -16,9 +16,14 @@ import pytest
 import torchtune
 from tests.tiny import OPENAI, write_lines, write_tokenizer
 from torchtune.data import DataError
-from torchtune.datasets import _fingerprint, chat_dataset, preference_dataset, text_completion_dataset
-from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import preview
+from torchtune.datasets import (
+    Fingerprint,
+    _fingerprint,
+    chat_dataset,
+    preference_dataset,
+    preview,
+    text_completion_dataset,
+)
 from torchtune.tokenizers import hf_tokenizer
 
 # Forks a process for every line that it reads, which makes a dataset as a rank of a run does. Imports are done once.
@@ -202,8 +207,10 @@ def test_rows_are_reused_only_with_the_same_tokenizer_code(folder):
     for part in parts:  # grows
         file = Path(inspect.getfile(type(part))).relative_to(root)
         assert any(file.is_relative_to(room) for room in _fingerprint._ROOMS), file
-        components = (inner for inner in vars(part).values() if type(inner).__module__.startswith("torchtune."))
-        parts += [inner for inner in components if not any(inner is seen_part for seen_part in parts)]
+        for component in vars(part).values():
+            is_own = type(component).__module__.startswith("torchtune.")
+            if is_own and not any(component is seen_part for seen_part in parts):
+                parts.append(component)
     assert len(parts) > 3
 
 

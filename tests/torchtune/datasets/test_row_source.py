@@ -12,9 +12,9 @@ import pytest
 
 from tests.tiny import write_lines
 from torchtune.data import DataError
-from torchtune.datasets import chat_dataset, instruct_dataset
-from torchtune.datasets._row_source import RowSource, load_rows, resolve_source
-from torchtune.datasets._stream_readers import open_reader
+from torchtune.datasets import RowSource, chat_dataset, instruct_dataset, load_rows
+from torchtune.datasets._data_files import resolve_source
+from torchtune.datasets._streamed import open_reader
 
 ROWS = [{"input": f"red {i}", "output": f"blue {i}"} for i in range(6)]
 
@@ -60,7 +60,8 @@ def test_split_and_filter_select_rows(tmp_path):
 def test_a_folder_of_save_to_disk_is_read(tmp_path):
     import datasets
 
-    dataset_folder, dict_folder = str(tmp_path / "one"), str(tmp_path / "two")
+    dataset_folder = str(tmp_path / "one")
+    dict_folder = str(tmp_path / "two")
     datasets.Dataset.from_list(ROWS).save_to_disk(dataset_folder)
     assert list(load_rows(dataset_folder, split="train")) == ROWS
     assert list(load_rows(dataset_folder, split="train[1:3]")) == ROWS[1:3]

@@ -187,7 +187,8 @@ def test_array_rows_equal_list_rows(tokenizer):
     """Rows that go to a file take another way; the text of the one is long, and spells a control token."""
     transform = SFTTransform(OpenAIToMessages(), tokenizer)
     for texts in (["red  sun", "blue one"], ["a", "b", "c\n d", "<|im_end|>"], ["red", "blue " * 300]):
-        lists, arrays = transform(openai(*texts)), transform.as_arrays(openai(*texts))
+        lists = transform(openai(*texts))
+        arrays = transform.as_arrays(openai(*texts))
         assert isinstance(arrays["labels"], np.ndarray)
         assert lists == {name: values.tolist() for name, values in arrays.items()}
 

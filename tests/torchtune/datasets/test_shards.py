@@ -9,8 +9,7 @@ import yaml
 
 from tests.tiny import CHATS, write_lines
 from torchtune._recipe_registry import find_config
-from torchtune.datasets import instantiate_dataset
-from torchtune.datasets._shards import Shard
+from torchtune.datasets import Shard, instantiate_dataset
 from torchtune.datasets._token_store import PreparedRows, RowWriter
 from torchtune.utils import UserError
 
@@ -53,7 +52,8 @@ def contents(folder):
 
 @pytest.mark.parametrize("count", [2, 5])  # five: more shards than batches
 def test_joined_shards_equal_a_whole_preparation(config, tokenizer, tmp_path, tune, count):
-    full_folder, sharded = tmp_path / "whole", tmp_path / "sharded"
+    full_folder = tmp_path / "whole"
+    sharded = tmp_path / "sharded"
     tune("data", "prepare", config, "--output", full_folder)
     for index in reversed(range(count)):
         out = tune("data", "prepare", config, "--output", sharded, "--shard", f"{index}/{count}").out
@@ -225,7 +225,8 @@ def test_interrupted_join_goes_on(config, shards, tune, tmp_path, monkeypatch):
 def test_shards_of_lists_and_mixtures_hold_every_dataset(config, tmp_path, tune, tokenizer):
     output = tmp_path / "prepared"
     settings = yaml.safe_load(config.read_text())
-    node, validation = {**settings["dataset"], "packed": False}, settings.pop("dataset_val")
+    node = {**settings["dataset"], "packed": False}
+    validation = settings.pop("dataset_val")
     mixture = {"_component_": "torchtune.datasets.mixed_dataset", "datasets": {"a": node, "b": validation}}
     settings["dataset"] = mixture
     config.write_text(yaml.safe_dump(settings))

@@ -32,8 +32,10 @@ def test_packs_and_lists_are_compared_by_their_rows():
 
 def test_answers_of_a_pair_are_not_exchanged():
     def pair(chosen, rejected):
-        sides = {"chosen": chosen, "rejected": rejected}
-        return {f"{side}_{name}": ids for side, ids in sides.items() for name in ("input_ids", "labels")}
+        row = {}
+        for side, ids in (("chosen", chosen), ("rejected", rejected)):
+            row |= {f"{side}_input_ids": ids, f"{side}_labels": ids}
+        return row
 
     assert count_shared_rows([pair([1], [2])], [pair([2], [1])]) == (0, 1)
     assert count_shared_rows([pair([1], [2])], [pair([1], [2])]) == (1, 1)

@@ -177,7 +177,8 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
 def test_examples_are_those_of_the_mapped_dataset(tmp_path, tokenizer):
     path = write_conversations(tmp_path / "chats.jsonl")
     how = {"source": str(path), **OPENAI}
-    mapped, streamed = chat_dataset(tokenizer, **how), chat_dataset(tokenizer, streaming=True, shuffle_buffer=7, **how)
+    mapped = chat_dataset(tokenizer, **how)
+    streamed = chat_dataset(tokenizer, streaming=True, shuffle_buffer=7, **how)
     assert [streamed[i] for i in range(24)] == [mapped[i] for i in range(24)]
     assert streamed.origins(23) == [{"source": str(path), "line": 24}]
     texts = tmp_path / "texts.txt"
@@ -261,6 +262,8 @@ def test_settings_that_streams_rule_out_are_refused(tmp_path, tokenizer):
         ({"split": "train[:5%]"}, "name a whole split"),
         ({"prepared": "/tmp"}, "leave streaming out"),
         ({"shuffle_buffer": 0}, "shuffle_buffer must be at least 1"),
+        ({"drop_duplicates": True}, "drop_duplicates compares all rows"),
+        ({"filter_kwargs": {"with_indices": True}}, "filter_kwargs is not possible for a stream"),
     ):
         with pytest.raises(DataError, match=words):
             mixed_dataset(tokenizer, datasets={"a": {**node, **change}}, weights={"a": 1})

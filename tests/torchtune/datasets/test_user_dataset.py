@@ -93,8 +93,8 @@ def test_turns_as_mappings_are_messages(tokenizer):
         assert tokenizer.tokenize_messages(turns) == expected
         assert tokenizer({"messages": turns}) == {"tokens": expected[0], "mask": expected[1]}
         for template in (ChatMLTemplate(), PromptTemplate({"user": ("a ", " b")})):
-            texts = [[message.text_content for message in template(chat)] for chat in (turns, messages)]
-            assert texts[0] == texts[1]
+            texts = [message.text_content for message in template(turns)]
+            assert texts == [message.text_content for message in template(messages)]
     with pytest.raises(DataError, match=r"takes a row with 'messages', not a text: encode\(text\) gives"):
         tokenizer("red")
     with pytest.raises(DataError, match="conversation must be a list of turns, not str"):

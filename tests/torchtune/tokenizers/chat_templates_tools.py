@@ -185,7 +185,8 @@ def qwen3(*, thinks: bool) -> Callable[..., Pieces]:
                 called = calls(turn) if text else calls(turn)[1:]
                 if i > users[-1] and (i == len(turns) - 1 or reasoning):
                     stripped = reasoning.strip("\n")
-                    block, text = f"<think>\n{stripped}\n</think>\n\n", text.lstrip("\n")
+                    block = f"<think>\n{stripped}\n</think>\n\n"
+                    text = text.lstrip("\n")
                 text += called
             # What is the same as the empty block that the generation prompt writes is not the model's.
             begun = 0 if thinks or not block else shared(block, "<think>\n\n</think>\n\n")
@@ -287,7 +288,8 @@ def smollm3(mode: str) -> Callable[..., Pieces]:
     def truth(turns: Turns) -> Pieces:
         system = "You are a helpful AI assistant named SmolLM."
         if turns[0]["role"] == "system":
-            system, turns = turns[0]["content"].strip(), turns[1:]
+            system = turns[0]["content"].strip()
+            turns = turns[1:]
         head = f"<|im_start|>system\n## Metadata\n\nReasoning Mode: {mode}\n\n## Custom Instructions\n\n"
         pieces: Pieces = [(f"{head}{system}\n\n<|im_end|>\n", False)]
         for turn in turns:

@@ -42,7 +42,8 @@ def encode(encoder, text, spans):
 def make(kind, *, nfc=False, split=None):
     tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "caseless"))
     pre_tokenizer = SPLITS[kind] if split is None else pre_tokenizers.Sequence([split, BYTES])
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoders.ByteLevel()
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     special = [AddedToken(text, special=True, normalized=False) for text in ("<|end|>", "<|e", "<|")]

@@ -1,5 +1,6 @@
 """Ids of ``transformers`` and hand-made masks, for every template and conversation."""
 
+import itertools
 import json
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from tests.torchtune.tokenizers.chat_layouts import CASES
 from torchtune.data import DataError, mask_messages
 from torchtune.tokenizers import HuggingFaceModelTokenizer, StreamDecoder, hf_tokenizer
 
-TEXT = [text["content"] for turns in CONVERSATIONS.values() for text in turns]
+TEXT = [turn["content"] for turn in itertools.chain.from_iterable(CONVERSATIONS.values())]
 COUNT = 60
 
 

@@ -35,7 +35,8 @@ def test_template_is_written_in_its_published_form(base, tmp_path):
     (template_folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (template_folder / "additional_chat_templates").mkdir()
     (template_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    unchanged_folder, replaced = tmp_path / "kept", tmp_path / "replaced"
+    unchanged_folder = tmp_path / "kept"
+    replaced = tmp_path / "replaced"
     for folder in (unchanged_folder, replaced):
         folder.mkdir()
     hf_tokenizer(str(template_folder)).save_files(unchanged_folder)

@@ -4,6 +4,7 @@ Every text of a turn has a word that stands nowhere else, so that it shows whose
 the templates as they were published.
 """
 
+import itertools
 import re
 from importlib.util import find_spec
 from itertools import count
@@ -27,9 +28,10 @@ KINDS = [
     "U A", "U R", "S U A", "S U R", "U A U A", "U R U R", "U R U A", "U A U R", "S U A U A U A", "U C T C T A",
     "U RC T RC T R", "U RC T C T A U A", "U RC T A U RC T R", "U CC T CC T A U C T A", "U A U RC T A",
     "U RXC T RXC T R U R", "U RC T U A", "U RCC T RC",
-    *(f"U {call}{then}" for call in CALLS for then in ("", " T A", " T R", " T A U A", " T R U R")),
-    *(f"S U {call}{then}" for call in CALLS for then in ("", " T A")),
 ]  # fmt: skip
+for _call in CALLS:
+    KINDS += [f"U {_call}", f"U {_call} T A", f"U {_call} T R", f"U {_call} T A U A", f"U {_call} T R U R"]
+    KINDS += [f"S U {_call}", f"S U {_call} T A"]
 SPECIAL = {
     "gemma4": "<bos> <eos> <|turn> <turn|> <|think|> <|channel> <channel|> <|tool> <tool|> <|tool_call> <tool_call|> "
     '<|tool_response> <tool_response|> <|"|>',
@@ -120,8 +122,8 @@ def test_exactly_the_model_output_is_trained_on(family, tmp_path):
             text = tokenizer.render_template(messages_of(turns))
         except DataError:  # the template takes no such conversation
             continue
-        calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", [])]
-        if not all(name in text for name in calls):
+        calls = itertools.chain.from_iterable(turn.get("tool_calls", []) for turn in turns)
+        if not all(call["function"]["name"] in text for call in calls):
             with pytest.raises(DataError, match=r"writes \d of the \d tool_calls of turn|has no tool calls, but turn"):
                 trained_parts(tokenizer, turns)
             continue
@@ -231,6 +233,21 @@ def test_a_text_beside_a_call_is_trained_where_no_special_token_ends_the_call(fa
         word for word, role in words.items() if role == "assistant" and word in text
     }
     assert "response:" not in trained
+
+
+CALLS_WITH_ANOTHER_END = """
+{%- for m in messages %}<|role|>{{ m.role }} {{ m.content }}
+{%- for call in m.tool_calls or [] %}<|call|>{{ call.function.name }}<|/call|>{% endfor %}
+{%- if m.tool_calls and loop.nextitem and loop.nextitem.role == "tool" %}<|eom|>{% else %}<|eot|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|role|>assistant {% endif %}"""
+
+
+def test_end_of_a_call_before_its_result_is_learned_from_another_continuation(tmp_path):
+    """No config file names it, and another special token stands before it."""
+    special = ["<|endoftext|>", "<|role|>", "<|call|>", "<|/call|>", "<|eom|>", "<|eot|>"]
+    write_checkpoint(tmp_path, Case("ends", CALLS_WITH_ANOTHER_END, lambda turns: [], special, "<|endoftext|>"))
+    parts = trained_parts(hf_tokenizer(str(tmp_path)), conversation("U C T A")[0])
+    assert [re.sub(r"zq\w+", "W", part) for part in parts] == ["<|call|>W<|/call|><|eom|>", "Say W loud<|eot|>"]
 
 
 @pytest.mark.parametrize("template", ["smolvlm_training", "idefics3_training", "llava_next"])

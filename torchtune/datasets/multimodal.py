@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtune._lazy import former_package
 from torchtune.data import (
     DataError,
     InputOutputToMessages,
@@ -32,16 +33,20 @@ def image_dataset(
     """
     if settings.get("streaming"):
         raise DataError("streaming=True is not possible with images: leave streaming out.")
-    length = pack_length(model_transform) if packed else None
+    length = None
+    if packed:  # fails before the rows are read
+        length = pack_length(model_transform)
     dataset = SFTDataset(
         source=source, message_transform=message_transform, model_transform=model_transform, **settings
     )
-    if dataset.num_images == 0 and not is_preview():
+    if dataset.num_images == 0 and not is_preview():  # the first rows may be those without images
         raise DataError(
             f"{dataset.source}: no row has an image: set column_map to the column of the images, or use a dataset of "
             "text."
         )
-    return dataset if length is None else PackedDataset(dataset, max_seq_len=length)
+    if length is None:
+        return dataset
+    return PackedDataset(dataset, max_seq_len=length)
 
 
 def folder_of(image_dir: str | Path | None) -> Path | None:
@@ -50,8 +55,10 @@ def folder_of(image_dir: str | Path | None) -> Path | None:
         return None
     folder = Path(image_dir).expanduser()
     if not folder.is_dir():
-        parent = "" if folder.is_absolute() else f" (in {Path.cwd()})"
-        raise DataError(f"There is no folder {image_dir}{parent}: set image_dir to that of the images.")
+        fact = f"There is no folder {image_dir}"
+        if not folder.is_absolute():
+            fact += f" (in {Path.cwd()})"
+        raise DataError(f"{fact}: set image_dir to that of the images.")
     return folder
 
 
@@ -142,7 +149,9 @@ def vqa_dataset(
         >>> torchtune.datasets.multimodal.vqa_dataset(transform, source=rows)[0]["sizes"]
         [(4, 3)]
     """
-    columns = {"image": "image", **column_map} if column_map else {name: name for name in ("input", "output", "image")}
+    columns = {"input": "input", "output": "output", "image": "image"}
+    if column_map:
+        columns = {"image": "image", **column_map}
     transform = InputOutputToMessages(
         column_map=columns, new_system_prompt=new_system_prompt, image_dir=folder_of(image_dir)
     )
@@ -264,12 +273,25 @@ def the_cauldron_dataset(
     Raises:
         DataError: no row has an image; see :class:`SFTDataset`.
     """
-    on_hub = isinstance(source, str) and "data_files" not in settings and suffix_of(source) not in LOADERS
+    is_on_hub = isinstance(source, str) and "data_files" not in settings and suffix_of(source) not in LOADERS
+    name = None
+    if is_on_hub:
+        name = subset
     return image_dataset(
         model_transform,
         source,
         TheCauldronToMessages(column_map, new_system_prompt),
         split=split,
-        name=subset if on_hub else None,
+        name=name,
         **settings,
     )
+
+
+__all__ = [
+    "llava_instruct_dataset",
+    "multimodal_chat_dataset",
+    "the_cauldron_dataset",
+    "the_cauldron_transform",
+    "vqa_dataset",
+]
+__getattr__, __path__ = former_package(__name__)

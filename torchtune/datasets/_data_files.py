@@ -1,0 +1,325 @@
+"""Files of a source: what a name, a folder or the setting ``data_files`` stands for, and who reads it."""
+
+import difflib
+import glob
+import logging
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtune.data import DataError
+from torchtune.datasets._file_formats import LOADERS, FileFormat, format_of_file, settings_of, suffix_of
+from torchtune.datasets._file_rows import FileRows, matching
+from torchtune.utils import RemoteFolder, UserError, first_line, get_logger, log_once
+
+# Protocols that the datasets package reads without fsspec's file systems.
+_OWN_PROTOCOLS = ("http://", "https://", "hf://")
+# Loaders whose files this library reads itself, by the class of their settings in the datasets package.
+_OWN = {"CsvConfig": "csv", "JsonConfig": "json", "TextConfig": "text"}
+# Files in a folder that `save_to_disk` of a dataset, or of a dataset with splits, wrote.
+_SAVED = ("state.json", "dataset_dict.json")
+# Local files with their formats, by split.
+LocalFiles = Mapping[str, Sequence[tuple[str, FileFormat]]]
+
+
+def is_remote_name(name: str) -> bool:
+    """Return whether a name is a URL, of the web or of an object store."""
+    return "://" in name
+
+
+def file_names(data_files: Any) -> list[str]:
+    """Return all files of a ``data_files`` setting, which is None, a file, a list, or a mapping split -> files."""
+    if data_files is None:
+        return []
+    if isinstance(data_files, str | Path):
+        return [str(data_files)]
+    values = data_files
+    if isinstance(data_files, Mapping):
+        values = data_files.values()
+    names = []
+    for value in values:
+        names += file_names(value)
+    return names
+
+
+def _missing_path(kind: str, name: str) -> DataError:
+    """Return the error for a path that does not exist, with a similar name from the same folder."""
+    path = Path(name).expanduser()
+    names_in_folder: list[str] = []
+    if path.parent.is_dir():
+        names_in_folder = sorted(entry.name for entry in path.parent.iterdir())
+    similar = difflib.get_close_matches(path.name, names_in_folder, n=1)
+    fact = f"There is no {kind} {name}"
+    if not path.is_absolute():
+        fact += f" (in {Path.cwd()})"
+    advice = "correct the path"
+    if similar:
+        advice += f"; did you mean {path.with_name(similar[0])}"
+    return DataError(f"{fact}: {advice}.")
+
+
+def _check_files(names: Sequence[str]) -> None:
+    """Raise :class:`DataError` for a local file or pattern that is missing, empty or a folder."""
+    for name in names:
+        path = Path(name).expanduser()
+        if is_remote_name(name):
+            continue
+        if path.is_dir():
+            raise DataError(f"data_files names the folder {name}: name the files in it, for example {path}/*.jsonl.")
+        if path.is_file():
+            if path.stat().st_size == 0:
+                raise DataError(f"The data file {name} is empty.")
+        elif not glob.glob(str(path), recursive=True):
+            raise _missing_path("data file", name)
+
+
+def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and arguments for ``datasets.load_dataset``.
+
+    ``source`` may be a file; its suffix selects the loader. Local ``data_files`` replace a Hub dataset, so that
+    ``dataset.data_files=mine.jsonl`` alone is enough.
+
+    Raises:
+        DataError: a file or folder is missing or empty, or has an unsupported type.
+    """
+    kwargs = dict(kwargs)
+    source = _plain(source)
+    loaders = set(LOADERS.values())
+    if kwargs.get("data_files") is not None:
+        kwargs["data_files"] = _plain(kwargs["data_files"])
+    names = file_names(kwargs.get("data_files"))
+    if source in loaders and not names and kwargs.get("data_dir") is not None:
+        source = _folder_of_loader(source, str(kwargs.pop("data_dir")))
+    if source not in loaders:
+        # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
+        are_own_files = any(
+            is_remote_name(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names
+        )
+        # A Hub dataset has at most one slash, and never at an end.
+        has_slash_at_end = source.startswith("/") or source.endswith("/")
+        is_path = has_slash_at_end or source.count("/") > 1 or source.startswith((".", "~")) or "\\" in source
+        if Path(source).is_dir():
+            return source, kwargs
+        if suffix_of(source) in LOADERS:
+            names = [source]
+            kwargs["data_files"] = source
+            source = LOADERS[suffix_of(source)]
+        elif are_own_files:
+            _check_files(names)
+            loaders_of_names = {LOADERS.get(suffix_of(name)) for name in names}
+            if len(loaders_of_names) != 1 or None in loaders_of_names:
+                raise DataError(f"data_files {names} must all be of one of the kinds {', '.join(LOADERS)}.")
+            get_logger().info(f"Reading {', '.join(names)} instead of {source}.")
+            source = loaders_of_names.pop()
+        elif Path(source).is_file():
+            raise DataError(f"The file {source} is of no kind that is read: use one of {', '.join(LOADERS)}.")
+        elif is_path and not is_remote_name(source):
+            raise _missing_path("folder or file", source)
+    if source in loaders:
+        if not names:
+            raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
+        _check_files(names)
+        if all(suffix_of(name) == ".tsv" for name in names):
+            kwargs.setdefault("sep", "\t")
+    return source, kwargs
+
+
+def _folder_of_loader(loader: str, data_dir: str) -> str:
+    """Return ``data_dir``; raise unless ``loader`` reads its most frequent file type, as the datasets package does."""
+    folder = Path(data_dir).expanduser()
+    if not folder.is_dir():
+        raise _missing_path("folder", data_dir)
+    counts: Counter[str] = Counter()
+    for path in folder.rglob("*"):
+        if path.is_file() and suffix_of(path.name) in LOADERS:
+            counts[LOADERS[suffix_of(path.name)]] += 1
+    most_frequent = [name for name, count in counts.items() if count == max(counts.values())]
+    if most_frequent != [loader]:
+        files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items())) or "none that are read"
+        raise DataError(
+            f"data_dir={data_dir} is to be read as {loader}, and its files are {files}: name those that are meant with "
+            "data_files."
+        )
+    return str(folder)
+
+
+def _plain(data_files: Any) -> Any:
+    """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
+    if isinstance(data_files, str | Path):
+        name = str(data_files)
+        if is_remote_name(name):
+            return name
+        return os.path.expanduser(name)
+    if isinstance(data_files, Mapping):
+        return {str(split): _plain(files) for split, files in data_files.items()}
+    return [_plain(name) for name in data_files]
+
+
+def plain_files(kwargs: Mapping[str, Any]) -> list[str] | None:
+    """Return the local files of a whole split; None if other settings are used, or files are remote."""
+    files = kwargs.get("data_files")
+    split = kwargs.get("split")
+    if isinstance(files, Mapping):
+        files = files.get(split)
+    elif split not in ("train", None):
+        return None
+    has_settings = any(kwargs[name] is not None for name in kwargs.keys() - {"split", "data_files", "streaming"})
+    if files is None or has_settings or any(map(is_remote_name, file_names(files))):
+        return None
+    return file_names(files)
+
+
+def local_files(path: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
+    """Return the files that this library reads itself, with their formats, by split.
+
+    Args:
+        path: loader or folder, see :func:`resolve_source`.
+        kwargs: arguments of ``datasets.load_dataset``.
+
+    Returns:
+        None if the ``datasets`` package is to read the rows.
+
+    Raises:
+        DataError: a file cannot be read or fetched, or a table has a setting that is not known.
+    """
+    settings = {name: value for name, value in kwargs.items() if name not in ("data_files", "split", "streaming")}
+    loader = path
+    files = kwargs.get("data_files")
+    if path not in LOADERS.values():
+        loader, files, folder_settings = _files_of_folder(path, kwargs)
+        settings = folder_settings | settings
+        settings.pop("data_dir", None)
+    if loader not in _OWN.values() or files is None:
+        return None
+    # The package streams remote JSON and text as they are; of a table it would infer the types.
+    if kwargs.get("streaming") and loader != "csv" and any(map(is_remote_name, file_names(files))):
+        return None
+    format_settings = settings_of(loader, settings)
+    if format_settings is None:
+        return None
+    splits = {"train": files}
+    if isinstance(files, Mapping):
+        splits = files
+    files_of_split = {}
+    for split, names in splits.items():
+        paths = matching(_downloaded(file_names(names)))
+        files_of_split[split] = [(path, format_of_file(path, loader, format_settings)) for path in paths]
+    return files_of_split
+
+
+def _downloaded(names: Sequence[str]) -> list[str]:
+    """Return local names of files; remote ones are fetched into the cache of the ``datasets`` package."""
+    if not any(map(is_remote_name, names)):
+        return list(names)
+    import datasets
+
+    paths = []
+    try:
+        for name in names:
+            if not is_remote_name(name):
+                paths.append(name)
+                continue
+            if not name.startswith(_OWN_PROTOCOLS):
+                RemoteFolder(name, "data_files")  # names the package that a protocol needs
+            paths.append(str(datasets.DownloadManager().download(name)))
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # the clients of object stores and of the hub share no base class
+        raise DataError(
+            f"{', '.join(names)} cannot be fetched ({first_line(error)}): check the address, the credentials, and the "
+            "network."
+        ) from error
+    return paths
+
+
+def is_saved(folder: str) -> bool:
+    """Return whether ``save_to_disk`` of the ``datasets`` package wrote a folder."""
+    return any((Path(folder) / name).is_file() for name in _SAVED)
+
+
+def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, list[str]] | None, dict[str, Any]]:
+    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them."""
+    if not Path(folder).is_dir() or is_saved(folder):
+        return folder, None, {}
+    import datasets
+
+    selection = {}
+    for name in ("name", "data_files", "data_dir"):
+        if kwargs.get(name) is not None:
+            selection[name] = kwargs[name]
+    try:
+        builder = datasets.load_dataset_builder(folder, **selection)
+    except (ValueError, OSError, TypeError, datasets.exceptions.DatasetNotFoundError):
+        return folder, None, {}  # `load_dataset` gives the reason
+    files = builder.config.data_files
+    loader = _OWN.get(type(builder.config).__name__, folder)
+    if files is None:
+        return loader, None, {}
+    if not selection:
+        _warn_of_unread_files(folder, file_names(files))
+    # Settings in the folder's README, and the delimiter of .tsv files; not every loader has each.
+    settings = {}
+    for name in ("sep", "names", "skiprows", "field"):
+        value = getattr(builder.config, name, None)
+        if value not in (None, ","):
+            settings[name] = value
+    files_of_split = {}
+    for split, names in files.items():
+        files_of_split[str(split)] = list(map(str, names))
+    return loader, files_of_split, settings
+
+
+def _warn_of_unread_files(folder: str, names: Sequence[str]) -> None:
+    """Log a warning about data files of a folder that no split has: those of another kind, or without a split's name.
+
+    Args:
+        folder: the folder.
+        names: files of all splits.
+    """
+    read = {Path(name).resolve() for name in names}
+    unread = []
+    for path in sorted(Path(folder).rglob("*.*")):
+        # Texts are often licenses, and a name that begins with a dot or an underscore is not data.
+        is_data = suffix_of(path.name) in LOADERS and suffix_of(path.name) != ".txt" and path.name[0] not in "._"
+        if is_data and path.is_file() and path.resolve() not in read:
+            unread.append(str(path.relative_to(folder)))
+    if unread:
+        examples = ", ".join(unread[:3])
+        if len(unread) > 3:
+            examples += f" and {len(unread) - 3:,} more"
+        log_once(
+            get_logger(),
+            f"{folder}: a folder is read as files of one kind, and with names of splits if some have them, which "
+            f"leaves out {examples}: name the files with data_files to read them.",
+            logging.WARNING,
+        )
+
+
+def rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRows:
+    """Return the rows of a split, or of parts of splits such as ``train[:10%]``."""
+    if split is None:
+        raise DataError(f"{source} has the splits {', '.join(files)}: set split to one of them.")
+    if split in files:
+        return FileRows(files[split])
+    import datasets
+
+    # The package reads what the user wrote, such as "train[:10%]+test", and the rows are numbered through all splits.
+    sizes = {}
+    first_rows = {}
+    files_of_all_splits: list[tuple[str, FileFormat]] = []
+    for name, files_of_split in files.items():
+        first_rows[name] = sum(sizes.values())
+        sizes[name] = len(FileRows(files_of_split))
+        files_of_all_splits += files_of_split
+    if split == "all":
+        split = "+".join(files)
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise DataError(f"Cannot load {source}: {first_line(error)}.") from error
+    numbers = [first_rows[part.splitname] + np.arange(part.from_, part.to) for part in parts]
+    return FileRows(files_of_all_splits).select(np.concatenate(numbers))
