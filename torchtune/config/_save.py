@@ -123,7 +123,9 @@ def _deciding_scalar(value: Any) -> Any:
     for scalar in scalars:
         if isinstance(scalar, str):
             return scalar
-    return scalars[0] if scalars else None
+    if not scalars:
+        return None
+    return scalars[0]
 
 
 def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
@@ -133,8 +135,11 @@ def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
     from omegaconf import OmegaConf
 
     texts = texts_with_references(OmegaConf.to_container(settings, resolve=False))
-    resolved = resolve_texts(settings, list(texts))
-    return {path: (texts[path], value) for path, value, from_environment in resolved if from_environment}
+    environment = {}
+    for path, value, from_environment in resolve_texts(settings, list(texts)):
+        if from_environment:
+            environment[path] = (texts[path], value)
+    return environment
 
 
 def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
@@ -150,7 +155,9 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
         values = {"recipe": settings.recipe, **values}
     if not redact:
         return values
-    return _redact({**values, **getattr(settings, "_variables", {})}, _environment_of(settings))
+    # Kept references may name keys that are no settings: these are saved as well.
+    variables = getattr(settings, "_variables", {})
+    return _redact({**values, **variables}, _environment_of(settings))
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:
