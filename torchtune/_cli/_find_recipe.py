@@ -163,7 +163,9 @@ def find_checkpoint(model: str) -> str:
     folder = Path(model).expanduser()
     if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
         raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
-    if not (folder / SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
+    # A checkpoint has the settings of its run as well, and the config of its model, which a run's folder lacks.
+    is_run = (folder / SETTINGS).is_file() and not any(folder.glob("*config.json"))
+    if not is_run:
         return model
     checkpoint, description = RunFolder(folder).checkpoint()
     print(f"model       {checkpoint}, {description}", file=sys.stderr)
@@ -281,9 +283,5 @@ def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
 def _words(config: Config, recipe: Recipe) -> str:
     """Return the words of a config's method, size and device, with underscores around and between them."""
     stem = config.name.rpartition("/")[2]
-    return "_".join(["", stem, *_words_of_recipe(recipe.name), device_of(config, recipe), ""]).lower()
-
-
-@functools.cache
-def _words_of_recipe(name: str) -> list[str]:
-    return [word for word in name.split("_") if word not in _IGNORED_RECIPE_WORDS]
+    recipe_words = [word for word in recipe.name.split("_") if word not in _IGNORED_RECIPE_WORDS]
+    return "_".join(["", stem, *recipe_words, device_of(config, recipe), ""]).lower()

@@ -167,13 +167,19 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
                         "that they choose the recipe."
                     )
                 settings += data_settings
-        elif isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS and not _is_component(name):
+            continue
+        # A model of another builder, or a dotted path: the value of a setting and not a checkpoint.
+        builds_from_checkpoint = isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS
+        is_path = name.endswith(".gguf") or os.path.exists(name)
+        is_component = not is_path and _COMPONENT.fullmatch(name) is not None
+        if builds_from_checkpoint and not is_component:
             folder = _checkpoint_folder(key, name)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:
             other_overrides.append(f"{key}={name}")
     expanded = [*settings, *other_overrides]
     if held_out is not None:
+        # The dataset may be one that data= has chosen: read the config as it is now.
         document = read_document(config)
         apply_overrides(document, expanded)
         expanded += _held_out_rows(held_out, document.data)
@@ -215,10 +221,6 @@ def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str
     return shorthands, other_overrides
 
 
-def _is_component(name: str) -> bool:
-    return _COMPONENT.fullmatch(name) is not None and not name.endswith(".gguf") and not os.path.exists(name)
-
-
 def _say(topic: str, text: str) -> None:
     """Print what was found: to stderr, because `tune cat` prints a config to stdout."""
     print(f"{topic:<11} {text}", file=sys.stderr, flush=True)
@@ -235,7 +237,7 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         try:
             folder, _ = find_folder(find_checkpoint(name))
         except UserError as error:
-            if str(error).startswith(name):
+            if str(error).startswith(name):  # the message names it already
                 raise UserError(f"{key}={error}") from error
             raise UserError(f"{key}={name}: {error}") from error
     config_file = folder / "config.json"
@@ -264,7 +266,8 @@ def _folder_of_gguf(path: Path) -> Path:
     from torchtune.checkpoints import gguf_to_hf
 
     facts = path.stat()
-    digest = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    identity = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     folder = cache_root() / "gguf" / f"{path.stem}-{digest}"
     if not (folder / "config.json").is_file():
         _say("GGUF", f"{path}: its weights are written as bf16 to {folder}, once")
@@ -359,6 +362,7 @@ class _DataSettings:
         return row_format, row
 
     def _split(self) -> str:
+        """Return the split that is read: of the command line, or ``train``."""
         split = "train"
         for setting in self._chosen:
             key, _, value = setting.partition("=")
@@ -386,8 +390,9 @@ class _DataSettings:
     def _refuse_several_formats(self, formats: list["RowFormat"], firsts: Mapping["RowFormat", int]) -> None:
         """Refuse rows of two formats: a dataset reads one of them."""
         builders = {row_format.builder for row_format in formats}
-        is_of_images = len(builders) == 1 and builders.pop().startswith("multimodal.")  # some rows may lack a tag
-        if len(formats) < 2 or is_of_images:
+        # Rows with images are of several formats if some of them lack the tag of an image; one builder reads them.
+        are_of_images = len(builders) == 1 and builders.pop().startswith("multimodal.")
+        if len(formats) < 2 or are_of_images:
             return
         readings = []
         for row_format in formats[:2]:
@@ -578,7 +583,7 @@ class _DataSettings:
             loss = self._loss_name()
             is_for_reranker = builder == "reranking_dataset"
             if loss not in _RETRIEVAL_LOSSES or is_for_reranker == loss.startswith("Rerank"):
-                return
+                return  # the settings of the rows change the recipe and the loss
             raise UserError(
                 f"data={self._name}: {loss} trains on {trained_on}, and the rows are {kind}, read by {builder}: leave "
                 "out the loss, which the rows then choose."
@@ -586,9 +591,11 @@ class _DataSettings:
         config, _, setting = _CONFIGS[read].partition(" ")
         if self._config_name.endswith("_distributed"):
             config += "_distributed"
+        remedy = f"--config {config}"
+        if setting:
+            remedy += f" {setting}"
         raise UserError(
-            f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use "
-            f"{f'--config {config} {setting}'.rstrip()}."
+            f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use {remedy}."
         )
 
     def _image_settings(self) -> list[str]:

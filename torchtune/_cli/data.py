@@ -72,19 +72,26 @@ class DataShow(Subcommand):
         show_config(_read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
+        """Report on the rows of a file, and with a tokenizer on the dataset that reads them."""
         from torchtune.datasets import CHECKED_SETTINGS, SAMPLE, report, scan, shared_rows
 
-        for file in filter(None, (path, args.validation)):
-            if not file.exists():
+        for file in (path, args.validation):
+            if file is not None and not file.exists():
                 raise UserError(f"there is no file {file}: correct the path.")
         overrides = _Overrides.of(args.overrides)
         if (overrides.dataset or overrides.tokenizer) and args.tokenizer is None:
             setting = [*overrides.dataset, *overrides.tokenizer][0]
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
-        checked = [override for override in overrides.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
-        splits = [override for override in overrides.dataset if override.partition("=")[0] == "split"]
-        options = {"everything": args.all, "settings": overrides.file_settings, "chosen": changed({}, checked)}
-        facts = scan(path, **options, **changed({}, splits))
+        checked = []  # settings of the dataset that decide which rows are usable
+        splits = []
+        for override in overrides.dataset:
+            key = override.partition("=")[0]
+            if key in CHECKED_SETTINGS:
+                checked.append(override)
+            if key == "split":
+                splits.append(override)
+        options = {"everything": args.all, "settings": changed({}, overrides.file), "chosen": changed({}, checked)}
+        facts = scan(path, **options, **changed({}, splits))  # the split is not one of the validation file
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, **options)
@@ -98,8 +105,9 @@ class DataShow(Subcommand):
         from torchtune._cli._data_show import show_dataset
 
         node = dataset_node(path, facts.format, [*overrides.file, *overrides.dataset])
-        has_images = ".multimodal." in node["_component_"]
-        loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
+        loader = "torchtune.tokenizers.hf_tokenizer"
+        if ".multimodal." in node["_component_"]:
+            loader = "torchtune.models.image_text_transform"
         defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}
         settings = {"dataset": node, "tokenizer": changed(defaults, overrides.tokenizer)}
         config.validate(settings)
@@ -139,11 +147,6 @@ class _Overrides:
             else:
                 sorted_overrides.dataset.append(override.replace("dataset.", "", 1))
         return sorted_overrides
-
-    @property
-    def file_settings(self) -> dict[str, Any]:
-        """Settings of the file, by name."""
-        return changed({}, self.file)
 
 
 class DataPrepare(Subcommand):

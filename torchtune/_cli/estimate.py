@@ -87,6 +87,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         return None
 
     def show(make: Callable[[], str]) -> None:
+        """Print the text that ``make`` returns, unless it fails."""
         text = attempt(make)
         if text is not None:
             print(redact_secrets(text), flush=True)
@@ -111,6 +112,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
+    """Return the memory of a simulated step; of the weights alone if the recipe cannot be simulated."""
     from torchtune.estimate import memory, weights_memory
 
     estimate, reason = estimate_or_reason(main, settings, processes, length)
@@ -173,11 +175,13 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     limit = device.memory * _GIB
     if fit is not None:
         limit = parse_memory(fit)
-    if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
-        raise UserError(
-            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or use "
-            "the recipe and config for several devices."
-        )
+    if processes > 1 and recipe.registered:
+        entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
+        if not entry.supports_distributed:
+            raise UserError(
+                f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or "
+                "use the recipe and config for several devices."
+            )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
     check_simulated(settings)
@@ -210,7 +214,3 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
             f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} GiB and has {limit / _GIB:.1f} GiB: "
             f"search for settings that fit with --fit {limit / _GIB:.0f}GiB, or use more or larger devices."
         )
-
-
-def _is_distributed_recipe(name: str) -> bool:
-    return next(recipe.supports_distributed for recipe in get_all_recipes() if recipe.name == name)

@@ -115,7 +115,9 @@ class Run(Subcommand):
             if former_name is not None:
                 command.overrides.insert(0, f"recipe={former_name}")
         if command.help:
-            self._print_settings(recipe)
+            from torchtune.config import describe_settings, settings_of
+
+            print(describe_settings(settings_of(recipe.load_main())), end="")
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
@@ -135,11 +137,6 @@ class Run(Subcommand):
         else:
             self._check_distributed(recipe, wanted=False)
             run_here(recipe, config, command.overrides)
-
-    def _print_settings(self, recipe: RecipeTarget) -> None:
-        from torchtune.config import describe_settings, settings_of
-
-        print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Print the requirements of a run, and finally the errors that prevent its start."""
@@ -173,6 +170,7 @@ class Run(Subcommand):
         _run_torchrun(args)
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
+        """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
         if not recipe.registered:
             return
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
@@ -223,6 +221,7 @@ def _run_torchrun(args: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_is_new_information)
+    # Workers ask their agent whether it lives, and wait for other machines only if there are some.
     os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
     try:
         torchrun(args)
