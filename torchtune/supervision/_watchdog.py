@@ -16,13 +16,23 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtune.config import SettingsView
-from torchtune.supervision._heartbeats import FINISHED, ORPHANED, PEER_LOST, Beat, Heartbeats, describe_stall
-from torchtune.supervision._lost_ranks import agent_pid, is_connection_error, lost_rank_error, machine_name
+from torchtune.supervision._heartbeats import (
+    FINISHED,
+    ORPHANED,
+    PEER_LOST,
+    Beat,
+    Heartbeats,
+    describe_stall,
+    is_connection_error,
+    lost_rank_error,
+    machine_name,
+)
 from torchtune.supervision._out_of_memory import explain_out_of_memory
 from torchtune.supervision._throughput import Throughput
 from torchtune.training import is_distributed
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import (
+    AGENT_VARIABLE,
     EXIT_REQUEUE,
     HANG_EXIT_CODE,
     LOOP_PHASES,
@@ -137,7 +147,7 @@ class Watchdog:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
         self._activity = activity
         self._timeout = math.inf if timeout is None else timeout
-        self._agent = agent_pid()
+        self._agent = _agent_pid()
         self._is_disabled = timeout is None and self._agent is None and not is_distributed()
         self._stop_event = threading.Event()
         self._heartbeats: Heartbeats | None = None
@@ -336,6 +346,27 @@ class Watchdog:
                     "does not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
                 )
         return describe_stall(beats, silent, time.time())
+
+
+def _agent_pid() -> int | None:
+    """Return the id of the process that started this rank, even if it has died since; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    agent = int(os.environ.get(AGENT_VARIABLE, "0"))
+    if agent == 0 or _process_exists(agent):
+        return parent
+    return agent  # it has died, so that this process has another parent by now
+
+
+def _process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _report_once(occasion: str, sentence: str) -> None:
