@@ -11,8 +11,8 @@ from typing import Any
 from torchtune._cli._find_recipe import recipe_named_by
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run, parse_cluster
-from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._roofline import step_time
+from torchtune.estimate._simulate import simulated_cluster
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "tables" / "experts.rst"

@@ -21,8 +21,8 @@ from torchtune._config_templates import models, usual_methods
 from torchtune._recipe_registry import find_config
 from torchtune.config import SettingsView, load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
-from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._plan import row_length
+from torchtune.estimate._simulate import simulated_cluster
 from torchtune.training.parallel._parallel_dims import ParallelDimsError
 
 ROOT = Path(__file__).parents[1]

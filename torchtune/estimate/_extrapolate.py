@@ -18,11 +18,10 @@ from typing import Any
 from torch import nn
 
 from torchtune.config import SettingsView
-from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
 from torchtune.estimate._observer import Observer, Work, magnitude
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
-from torchtune.estimate._simulate import Kept, check_simulated, simulate
+from torchtune.estimate._simulate import Kept, check_simulated, simulate, simulated_cluster
 from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
 from torchtune.training import OffloadActivations
