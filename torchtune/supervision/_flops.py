@@ -218,6 +218,7 @@ def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
 
 
 def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
+    """Return the matrices that project hidden states to logits."""
     output = decoder.output
     if hasattr(output, "parameters"):
         weights = list(output.parameters())
