@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtune import config, evaluation
-from torchtune._recipe_registry import current_name, promises, recipe_at
+from torchtune._recipe_registry import current_name, promises
 from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
 from torchtune.config import SettingsView, locate
 from torchtune.datasets import (
@@ -23,6 +22,7 @@ from torchtune.datasets import (
     mixture_examples,
     preview,
 )
+from torchtune.estimate._check_settings import shipped_recipe_of
 from torchtune.estimate._plan import arrange, build_on_meta, other_models, weight_dtype
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
@@ -98,6 +98,7 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         return None
 
     def has(*names: str) -> bool:
+        """Return whether the recipe has these settings, and the config gives them values."""
         return all(name in cfg.declared and getattr(cfg, name) is not None for name in names)
 
     device = None
@@ -136,7 +137,9 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
     if model is not None:
         if has("quantizer") and (has("optimizer") or checkpointer is not None):
             # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
-            source = None if has("optimizer") else attempt(checkpointer.source)
+            source = None
+            if not has("optimizer"):
+                source = attempt(checkpointer.source)
             attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
         attempt(_check_images, cfg, model)
         if not cfg.resize_token_embeddings:
@@ -191,8 +194,10 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
 
 def _check_new_tokens(tokenizer: Any, source: Any, name: str) -> None:
     """Raise :class:`UserError` if a frozen model does not know the tokens that the config adds."""
-    model = name if name == "teacher" else f"{name} model"
-    reason = explain_unknown_tokens(tokenizer, Path(source.store.source().checkpoint_dir), model)
+    role = name
+    if name != "teacher":
+        role += " model"
+    reason = explain_unknown_tokens(tokenizer, Path(source.store.source().checkpoint_dir), role)
     if reason is not None:
         raise UserError(f"{name}_checkpointer: {reason}")
 
@@ -204,6 +209,7 @@ def _add_reference(checkpointer: Any, cfg: SettingsView) -> bool:
 
 
 def _build_model(cfg: SettingsView) -> torch.nn.Module:
+    """Build the model of a run on the meta device."""
     model, _, _ = build_on_meta(cfg)
     return model
 
@@ -240,19 +246,16 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     Custom recipes may save other parameters, so they are checked only if they have ``save_adapter_weights_only``.
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
-    copied_recipe = None  # of a recipe that is no copy of the library's
-    file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
-    if file is not None:
-        copied_recipe = recipe_at(file)
+    shipped_recipe = shipped_recipe_of(cfg.source)
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
             f"model: it has adapters, but {cfg.recipe} trains all weights: use a builder without adapters, or the "
             f"recipe {current_name(cfg.recipe)}, which trains adapters if the model has them."
         )
-    if "adapters" in promises(cfg.recipe) | promises(copied_recipe):
+    if "adapters" in promises(cfg.recipe) | promises(shipped_recipe):
         require_adapters(model)
-    elif copied_recipe is None and not saves_adapters:
-        return
+    elif shipped_recipe is None and not saves_adapters:
+        return  # a recipe of the user's own
     else:
         require_trained(model)
     if hasattr(checkpointer, "check_contents"):
@@ -295,6 +298,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     if needs_cuda:
         locate(path)  # its package must be there, but without CUDA it cannot be built
         return
+    # Of one small matrix, so that no states of the size of the model are allocated.
     matrix = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = config.instantiate(cfg.optimizer, [matrix])
     if isinstance(optimizer, GroupedOptimizer) and model is not None:
@@ -319,7 +323,7 @@ def _check_sources(dataset: Any) -> None:
         mixture_examples(dataset, [1] * len(dataset["datasets"]))
     for node in dataset_nodes(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
-            with preview(0), suppress(NotRead):
+            with preview(0), suppress(NotRead):  # opens the files, and reads no row
                 instantiate_dataset(node, _NoTokenizer())
 
 

@@ -114,18 +114,31 @@ def estimate_run(
         views = {"model": cfg}
         for name, (_, view) in other_models(cfg).items():
             views[_SETTINGS[name]] = view
-        models = {key: build_on_meta(view)[0] for key, view in views.items()}
+        models = {}
+        for key, view in views.items():
+            models[key], _, _ = build_on_meta(view)
         length, is_assumed = row_length(cfg, models["model"], length)
         if whole:
             choices: list[tuple[float, Kept]] = [(1.0, {})]
         else:
-            ends = 1 if processes == 1 else 2
+            ends = 1
+            if processes > 1:  # FSDP prefetches a layer
+                ends = 2
             choices = choose_layers(models, _group(cfg), ends=ends, first=_layers_before_offloading(cfg))
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
             runs.append((weight, observer))
     depth = _depth(models["model"])
+    simulated_depths = []
+    for _, layers in choices:
+        # Layers of other models do not count; without a choice, all layers were simulated.
+        num_layers = sum(len(indices) for (setting, _), indices in layers.items() if setting == "model")
+        simulated_depths.append(num_layers or depth)
+    host = 0.0
+    for weight, observer in runs:
+        for component in COMPONENTS:
+            host += weight * observer.ledger.held(component, on_host=True)
     total = 0
     trained = 0
     for model in models.values():
@@ -138,21 +151,16 @@ def estimate_run(
         length=length,
         length_is_assumed=is_assumed,
         layers=depth,
-        # Without a choice, all layers were simulated.
-        simulated=tuple(_count_layers(layers) or depth for _, layers in choices),
+        simulated=tuple(simulated_depths),
         parameters=(total, trained),
         moments=_extrapolate_moments(runs),
         work=_extrapolate_work(runs),
-        host=sum(weight * _host_memory(observer) for weight, observer in runs),
+        host=host,
     )
 
 
-def _count_layers(kept: Kept) -> int:
-    """Return the number of layers that a simulation keeps of the model; layers of other models do not count."""
-    return sum(len(layers) for (setting, _), layers in kept.items() if setting == "model")
-
-
 def _extrapolate_moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment, Peak]:
+    """Return the weighted sum of the simulations' peaks in each moment."""
     peaks_of_runs = [(weight, observer.ledger.peaks()) for weight, observer in runs]
     first = peaks_of_runs[0][1]
     moments = {}
@@ -164,16 +172,13 @@ def _extrapolate_moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment,
 
 
 def _extrapolate_work(runs: Sequence[tuple[float, Observer]]) -> dict[str, Work]:
+    """Return the weighted sum of the simulations' work in each phase after the set-up."""
     first = runs[0][1]
     works = {}
     for step, phase in list(first.work):
         if phase != PHASES[0]:
             works[phase] = Work.combine((weight, observer.work[step, phase]) for weight, observer in runs)
     return works
-
-
-def _host_memory(observer: Observer) -> int:
-    return sum(observer.ledger.held(component, on_host=True) for component in COMPONENTS)
 
 
 def _group(cfg: SettingsView) -> int:
@@ -188,7 +193,9 @@ def _layers_before_offloading(cfg: SettingsView) -> int:
 
     That many tensors wait for their copies to the host, and a layer that is recomputed saves a single one.
     """
-    return OffloadActivations.MAX_FWD_STASH_SIZE + 2 if cfg.enable_activation_offloading else 0
+    if not cfg.enable_activation_offloading:
+        return 0
+    return OffloadActivations.MAX_FWD_STASH_SIZE + 2
 
 
 def choose_layers(
@@ -214,6 +221,7 @@ def choose_layers(
         counts.extend(len(groups) for groups in kinds)
 
     def count_simulated(factor: int) -> int:
+        """Return the number of these groups that are simulated if the difference is multiplied by a factor."""
         # Both simulations keep the remainder, the second also the quotient.
         return sum(2 * (count % factor) + count // factor for count in counts)
 
@@ -239,6 +247,7 @@ def choose_layers(
 
 
 def _depth(model: nn.Module) -> int:
+    """Return the number of layers of a model, including its vision tower."""
     return sum(len(stack.layers) for stack in stacks(model).values())
 
 
@@ -302,6 +311,7 @@ def _kind(layer: nn.Module) -> str:
     """Return a key that is equal for layers with equal memory and FLOPs."""
     modules = []
     for name, module in layer.named_modules():
+        # Attention has its own FLOPs for each window or chunk.
         modules.append((name, type(module), getattr(module, "window", None), getattr(module, "chunk", None)))
     parameters = []
     for name, parameter in layer.named_parameters():

@@ -266,7 +266,7 @@ class Search:
         """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
         initial = self._simulate(())
         singles = {}
-        if initial is not None:
+        if initial is not None:  # otherwise there is nothing to compare them with
             singles = self._simulate_singles(last=last)
         costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
         combinations = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
@@ -286,6 +286,7 @@ class Search:
         return sorted(self._list_fitting(), key=lambda candidate: candidate.seconds)
 
     def _list_fitting(self) -> list[Candidate]:
+        """Return the simulated candidates that fit."""
         fitting = []
         for candidate in self.known.values():
             if candidate is not None and candidate.peak <= self.limit:
@@ -316,6 +317,7 @@ class Search:
         return singles
 
     def _is_valid(self, overrides: tuple[str, ...]) -> bool:
+        """Return whether the overrides make settings that a run accepts."""
         try:
             self.check(overrides)
         except UserError:
@@ -405,7 +407,8 @@ def find_fastest(
     for last in (False, True):
         fitting = search.fitting(last=last)
         if fitting:
-            return fitting[0], estimates[fitting[0].overrides]
+            fastest = fitting[0]
+            return fastest, estimates[fastest.overrides]
     raise UserError(_nothing_fits(limit, search))
 
 

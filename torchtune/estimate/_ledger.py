@@ -141,12 +141,14 @@ class Ledger:
         weakref.finalize(storage, self._free, key)  # called when torch releases the memory
 
     def _allocate(self, key: int, size: int, component: str, operator: str, where: str, on_host: bool = False) -> None:
+        """Record an allocation; the key is that of its storage."""
         self.time += 1
         block = Block(size, self.time, component, operator, where, on_host=on_host)
         self._live[key] = block
         self.blocks.append(block)
 
     def _free(self, key: int) -> None:
+        """Record the release of a storage's memory."""
         block = self._live.pop(key, None)
         if block is not None:
             self.time += 1

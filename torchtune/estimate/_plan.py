@@ -187,8 +187,10 @@ def weights_memory(settings: Any) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # quantized: count the stored tensors
-        return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    """Return the bytes of a tensor; of a quantized one, of the tensors in which it is stored."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_num_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
 
 

@@ -19,10 +19,7 @@ from torchtune.datasets import (
     preview,
 )
 from torchtune.estimate._plan import arrange, context_length
-from torchtune.supervision import (
-    StepPlan,
-    explain_no_validation,
-)
+from torchtune.supervision import StepPlan, explain_no_validation
 from torchtune.training import find_task
 from torchtune.utils import local_path, read_json
 
@@ -86,11 +83,12 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
         if shared is not None:
             validation += f"; {shared}"
     train = measure(cfg.dataset, tokenizer, sample, longest)
-    if any(_has_labels(node) for node in dataset_nodes(cfg.dataset)):
+    nodes = dataset_nodes(cfg.dataset)
+    if any(str(node.get("_component_")).endswith("datasets.classification_dataset") for node in nodes):
         _check_labels(cfg, tokenizer, sample, longest)
 
     dims = arrange(cfg, processes)
-    streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
+    streams = any(node.get("streaming") for node in nodes)
     plan = StepPlan.of(cfg)
     per_epoch = None
     if streams:
@@ -112,7 +110,7 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
                 validation += f"; {unused}"
         _try_schedule(cfg, plan.count_steps(per_epoch))
         steps = plan.describe_steps(per_epoch)
-        if train.text.startswith("about"):
+        if train.text.startswith("about"):  # the rows are estimated, and so are the steps
             steps = f"about {steps}"
 
     lines = [("data", train.text)]
@@ -219,10 +217,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
     return explain_shared_rows(held_out, training)
 
 
-def _has_labels(node: Any) -> bool:
-    return str(node.get("_component_")).endswith("datasets.classification_dataset")
-
-
 def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> None:
     """Raise the errors of a run about a classifier's labels; they are checked only if all rows were read.
 
@@ -244,9 +238,11 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
 
 
 def _starts_from_classifier(cfg: SettingsView) -> bool:
-    config_file = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir") / "config.json"
+    """Return whether the checkpoint is a classifier, or may be one because nothing is known of it."""
+    folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
+    config_file = folder / "config.json"
     if not config_file.is_file():
-        return True  # nothing is known of the checkpoint
+        return True
     names = read_json(config_file).get("architectures") or []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -92,22 +92,27 @@ def simulate(
         stack.enter_context(simulated())
         stack.enter_context(_set(_simulated_inputs.vision, None))
         stack.enter_context(one_thread())
-        stack.enter_context(_silence())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if observer.fake:
             stack.enter_context(simulated_cluster(processes, per_machine))
         # Entered last, so that the modes are left before the cluster ends.
         modes = stack.enter_context(ExitStack())
 
         def begin() -> None:
+            """Let tensors be fake and count operators, from the first model on."""
             if not observer.entered:
                 if observer.fake:
                     modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 modes.enter_context(observer)
 
         def loaded(model: nn.Module) -> None:
+            """Record a model with its weights."""
             nonlocal num_loads
             num_loads += 1
-            name = "model" if num_loads == 1 else f"model {num_loads}"
+            name = "model"
+            if num_loads > 1:
+                name += f" {num_loads}"
             observer.loaded(model, name)
 
         stack.enter_context(_set(_simulated_inputs.built, models or {}))
@@ -167,28 +172,25 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "share_prefix": False,  # the common prefix of answers is unknown
         "log_level": "ERROR",
     }
-    for key, value in _items(settings):
+    if dataclasses.is_dataclass(settings):
+        values = {setting.name: getattr(settings, setting.name) for setting in dataclasses.fields(settings)}
+    else:  # a DictConfig
+        values = dict(settings.items())
+    for key, value in values.items():
         if isinstance(value, Mapping) and key.endswith("checkpointer"):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
     if cfg.lr_scheduler is not None:
         # The simulated run is shorter than the phases of its schedule.
         num_steps = {name: 0 for name in ("num_warmup_steps", "num_decay_steps") if name in cfg.lr_scheduler}
         changes["lr_scheduler"] = {**cfg.lr_scheduler, **num_steps}
+    # A recipe lacks some of these settings.
+    declared = {key: value for key, value in changes.items() if key in values}
     if dataclasses.is_dataclass(settings):
-        names = {setting.name for setting in dataclasses.fields(settings)}
-        declared = {key: value for key, value in changes.items() if key in names}
         return dataclasses.replace(settings, **declared)
-    replaced = copy.deepcopy(settings)  # a DictConfig
-    for key, value in changes.items():
-        if key in replaced:
-            replaced[key] = value
+    replaced = copy.deepcopy(settings)
+    for key, value in declared.items():
+        replaced[key] = value
     return replaced
-
-
-def _items(settings: Any) -> Iterable[tuple[str, Any]]:
-    if dataclasses.is_dataclass(settings):
-        return [(setting.name, getattr(settings, setting.name)) for setting in dataclasses.fields(settings)]
-    return settings.items()
 
 
 def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:
@@ -197,11 +199,7 @@ def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _is_simulated(processes: int) -> bool:
-    return dist.is_initialized() and dist.get_backend() == "fake" and dist.get_world_size() == processes
+    """Take the place of a collective that changes nothing if all ranks are equal."""
 
 
 @contextmanager
@@ -215,7 +213,8 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         processes: number of processes; 1 changes nothing, nor does a nested block of the same size.
         per_machine: processes per machine.
     """
-    if processes == 1 or _is_simulated(processes):
+    is_nested = dist.is_initialized() and dist.get_backend() == "fake" and dist.get_world_size() == processes
+    if processes == 1 or is_nested:
         yield
         return
     local = min(processes, per_machine)
@@ -231,6 +230,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
     destroy = dist.destroy_process_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
+        """Make a process group that sends nothing, whatever its backend."""
         return new_group(*args, **{**kwargs, "backend": "fake"})
 
     changed = {
@@ -267,14 +267,9 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _set(variable: Any, value: Any) -> Iterator[None]:
+    """Context manager that sets a context variable."""
     token = variable.set(value)
     try:
         yield
     finally:
         variable.reset(token)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        yield
