@@ -341,8 +341,8 @@ def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
             options += ["--master-port", str(free.getsockname()[1])]
     code, errors = Launched(folder, *options, *OWN, "todo=again").wait()
     assert code == 0, errors
-    notes = {path.name for path in folder.glob("[01]_*")}
-    assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+    notes = {path.name for path in folder.glob("[01]_*")}  # rank, life, whether it is a restart, [world size]
+    assert notes == {"0_0_False_[2]", "0_1_True_[2]", "1_0_False_[2]", "1_1_True_[2]"}
 
 
 @pytest.mark.parametrize(

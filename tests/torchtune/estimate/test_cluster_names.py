@@ -59,9 +59,12 @@ def test_candidates_keep_the_rows_of_a_step():
     candidate_overrides = list(candidates({"batch_size": 4, "gradient_accumulation_steps": 2}, 1))
     assert candidate_overrides[0] == ("batch_size=8", "gradient_accumulation_steps=1")
     assert () in candidate_overrides
-    rows = [dict(text.split("=") for text in overrides) for overrides in candidate_overrides]
-    products = {int(row.get("batch_size", 4)) * int(row.get("gradient_accumulation_steps", 2)) for row in rows}
-    assert products == {8}
+    for overrides in candidate_overrides:
+        sizes = {"batch_size": 4, "gradient_accumulation_steps": 2}
+        for override in overrides:
+            key, _, size = override.partition("=")
+            sizes[key] = int(size)
+        assert sizes["batch_size"] * sizes["gradient_accumulation_steps"] == 8, overrides
 
 
 def test_expert_parallelism_is_tried_only_with_experts():

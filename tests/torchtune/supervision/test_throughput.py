@@ -162,7 +162,7 @@ def test_throughput_counts_both_kinds_of_tokens_without_pauses():
         supervision.Throughput(window=0)
 
 
-def test_shares_of_the_time_since_the_last_log():
+def test_shares_are_of_the_time_since_the_last_log():
     clock = Clock()
     dims = training.ParallelDims()
     dims.world_size = 2
