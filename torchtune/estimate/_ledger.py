@@ -221,6 +221,7 @@ class Ledger:
 
     def held(self, component: str, *, on_host: bool) -> int:
         """Return the peak bytes of a component on the device, or in host memory."""
+        # Blocks may be marked long after their allocation, so that the peak is known at the end alone.
         changes: Counter[int] = Counter()  # bytes allocated minus bytes released, by time
         for block in self.blocks:
             if block.component == component and block.on_host is on_host:

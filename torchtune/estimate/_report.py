@@ -137,6 +137,7 @@ def _work(estimate: Estimate) -> Rows:
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for work in estimate.work.values():
+        # Both those that overlap with computation and those that others wait for.
         collectives = work.collectives + work.waiting
         for (kind, ranks), number in collectives.items():
             calls[kind] += number
@@ -158,7 +159,7 @@ def _time(estimate: Estimate, device: Accelerator) -> Rows:
         f"{time.total:.2f} s ({time.computing:.2f} computing, {time.launching:.2f} host, {time.overlapped:.2f} FSDP's "
         f"collectives overlapped, {time.waiting:.2f} others), bound by {time.bound}"
     )
-    share_of_peak = sum(_flops(estimate).values()) / time.total / device.bf16
+    share_of_peak = sum(_flops(estimate).values()) / time.total / device.bf16  # the MFU
     speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s per device, {share_of_peak:.0%} of peak"
     steps, reason = _steps(estimate)
     hours = steps * time.total / 3600

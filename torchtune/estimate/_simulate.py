@@ -75,6 +75,7 @@ def simulate(
     if length is None:
         length, _ = row_length(cfg)
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
+    # As many as the steps read, so that an epoch has them all.
     rows = steps * plan.batch_size * accumulated * dims.data_size
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": accumulated,
@@ -82,11 +83,7 @@ def simulate(
         "max_steps": None,
     }
     if kept:
-        changes["model_converters"] = []  # ``models`` are converted
-        for (setting, stack_name), layers in kept.items():
-            if setting not in changes:
-                changes[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
-            changes[setting]["layers"][stack_name] = list(layers)
+        changes |= _shallow_models(kept)
     num_loads = 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
@@ -147,6 +144,16 @@ def check_simulated(settings: Any) -> str:
     if cfg.teacher_cache is not None:
         raise SimulationError("teacher_cache: a simulated run has no rows to look up in it: set it to null.")
     return kind
+
+
+def _shallow_models(kept: Kept) -> dict[str, Any]:
+    """Return settings that build each model with few layers."""
+    settings: dict[str, Any] = {"model_converters": []}  # the models are converted already
+    for (setting, stack_name), layers in kept.items():
+        if setting not in settings:
+            settings[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
+        settings[setting]["layers"][stack_name] = list(layers)
+    return settings
 
 
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:

@@ -129,7 +129,8 @@ class BestValidation:
         if not self._needs_checkpoint:
             return
         self._needs_checkpoint = False
-        self._records.append({"checkpoint": name, "step": self._best[0], "value": self._best[1]})
+        step, value = self._best
+        self._records.append({"checkpoint": name, "step": step, "value": value})
         if not self._is_writer:
             return
         try:

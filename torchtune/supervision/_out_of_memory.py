@@ -175,6 +175,7 @@ def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
         if (cfg.batch_size_val or plan.batch_size) > 1:
             yield {"batch_size_val": 1}
     elif plan.batch_size > 1:
+        # Of the same global batch, so that the run learns the same.
         changes: Changes = {"batch_size": 1}
         if not cfg.optimizer_in_bwd:  # which excludes accumulation
             changes["gradient_accumulation_steps"] = plan.rows_per_step(data_size=1)

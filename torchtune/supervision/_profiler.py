@@ -125,7 +125,7 @@ def setup_torch_profiler(
         "active_steps": active_steps,
         "num_cycles": num_cycles,
     }
-    if any(value is None for value in schedule.values()):
+    if any(value is None for value in schedule.values()):  # a mixture would be a window that nobody has asked for
         schedule = dict(DEFAULT_SCHEDULE)
         get_logger().info(f"profiler: the windows are not all given, using {schedule}.")
     for name, length in schedule.items():

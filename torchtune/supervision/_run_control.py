@@ -190,6 +190,7 @@ class RunControl:
             SkippedStepsError: the step before was one too many that was skipped.
         """
         self._settle()
+        # What this rank sends: counts of its next step, values that are added up, and flags of any rank.
         norm_is_bad = False
         norm_of_main = 0.0
         if grad_norm is not None:
@@ -209,6 +210,7 @@ class RunControl:
         values = [norm_of_main, *step_metrics.sums_and_counts()]
         requests = [step_metrics.has_new_names, *self._local_requests()]
 
+        # One message of numbers and flags; where the values are on the device, they travel by themselves.
         exchange: LateExchange | None = None
         if self._dims.sends_from_device(values):
             # First, so that the device begins before the hosts wait for each other.
@@ -219,6 +221,7 @@ class RunControl:
             counts = sums[:3]
             values = sums[3:]
             norm_is_bad, *requests = flags  # on any rank
+        # What all ranks have sent.
         has_new_names, *requests = requests
         new_sums = []
         if has_new_names:  # usually in the first step

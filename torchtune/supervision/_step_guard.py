@@ -121,7 +121,7 @@ class StepGuard:
             metrics.settle()
             return accepted
         self._skips.prepare(metrics.is_bad)
-        step_data.indices = self._loader.step_indices  # the loader will have gone on
+        step_data.indices = self._loader.step_indices  # the loader will have gone on when the step is decided
         self._undecided = metrics
         metrics.when_settled(lambda: self._decide_late(metrics, step_data))
         return True
@@ -164,7 +164,7 @@ class StepGuard:
             self._in_a_row = 0
             self._recent_losses.append(loss)
             return True
-        if needs_smaller_scale:
+        if needs_smaller_scale:  # usual in the first steps, and no sign of a broken run
             reason = f"its gradient overflows fp16; the loss scale is {self._scaler.factor:g} from now on"
         else:
             self._in_a_row += 1

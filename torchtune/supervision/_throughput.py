@@ -128,7 +128,7 @@ class Throughput:
                     loaded = next(batches)
             except StopIteration:
                 return
-            if self._flops is not None:
+            if self._flops is not None:  # attention depends on the lengths of the documents
                 self._pair_flops = self._guard.call(partial(self._attention_by_token, loaded), default=0.0)
             self.activity.move("training")
             yield loaded
@@ -180,7 +180,7 @@ class Throughput:
         now = self._clock()
         flops = 0.0
         if self._flops is not None:
-            labels = trained / self._world_size
+            labels = trained / self._world_size  # of this process, on average
             flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
         self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
@@ -205,7 +205,7 @@ class Throughput:
             yield
         finally:
             seconds = self._clock() - start
-            self._step_start += seconds
+            self._step_start += seconds  # as if the step had begun later
             if phase is not None:
                 self._lost_seconds[phase] = self._lost_seconds.get(phase, 0.0) + seconds
             self._waited += self._dims_waited() - waited  # part of the phase
