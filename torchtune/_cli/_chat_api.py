@@ -243,45 +243,42 @@ class _Answer:
             )
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
-        temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
-        top_k = _number(body, "top_k", None, 0) or None
-        top_p = _number(body, "top_p", 1, 0, 1, (int, float))
-        min_p = _number(body, "min_p", 0, 0, 1, (int, float))
         self.has_log_probs = bool(body.get("logprobs"))
         num_top = _number(body, "top_logprobs", 0, 0, _MOST_TOP)
         if num_top and not self.has_log_probs:
             raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
-        processors = []
-        json_filter = server.json_filter(body.get("response_format") or {"type": "text"}, self.num_read)
-        if json_filter is not None:
-            if self._tools:
-                raise ApiError(400, "response_format cannot go with tools, whose calls are not in it: leave one out.")
-            processors.append(json_filter)
         seed = _number(body, "seed", None, 0)
         if seed is not None:
             seed = (seed + index) % 2**63  # each answer of a request has its own
-        # What the session records of the distribution. Settings that change nothing are left out, because samples of
-        # earlier releases do not have them.
-        self._sampling = {"temperature": temperature, "top_k": top_k}
-        if top_p < 1:
-            self._sampling["top_p"] = top_p
-        if min_p > 0:
-            self._sampling["min_p"] = min_p
-        if json_filter is not None:
-            self._sampling["response_format"] = body["response_format"]["type"]
         self.job = Job(
-            self.model,
-            self._begun.tokens,
-            min(limit, room),
-            Sampling(temperature, top_k, top_p, min_p, processors),
-            num_top=num_top,
-            seed=seed,
+            self.model, self._begun.tokens, min(limit, room), self._sampling(body), num_top=num_top, seed=seed
         )
         self._log_probs: list[tuple[int, float]] = []
         self._entries: list[dict[str, Any]] = []
         self._texts: list[str] = []  # pieces that were sent
         self.end = "length"
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
+
+    def _sampling(self, body: dict[str, Any]) -> Sampling:
+        """Read how the answer is sampled, and keep what the session records of it."""
+        temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
+        top_k = _number(body, "top_k", None, 0) or None
+        top_p = _number(body, "top_p", 1, 0, 1, (int, float))
+        min_p = _number(body, "min_p", 0, 0, 1, (int, float))
+        # Settings that change nothing are not recorded, because samples of earlier releases do not have them.
+        self._distribution = {"temperature": temperature, "top_k": top_k}
+        if top_p < 1:
+            self._distribution["top_p"] = top_p
+        if min_p > 0:
+            self._distribution["min_p"] = min_p
+        processors = []
+        json_filter = self._server.json_filter(body.get("response_format") or {"type": "text"}, self.num_read)
+        if json_filter is not None:
+            if self._tools:
+                raise ApiError(400, "response_format cannot go with tools, whose calls are not in it: leave one out.")
+            processors.append(json_filter)
+            self._distribution["response_format"] = body["response_format"]["type"]
+        return Sampling(temperature, top_k, top_p, min_p, processors)
 
     def _check(self, body: dict[str, Any]) -> None:
         """Refuse parameters that this server does not read, or that have a wrong type."""
@@ -426,7 +423,7 @@ class _Answer:
                 log_probs=log_probs,
                 finished=finished,
                 calls=calls,
-                **self._sampling,
+                **self._distribution,
             )
 
 

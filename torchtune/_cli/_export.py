@@ -562,26 +562,43 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     rounding = quant
     if to == "merged":
         rounding = stored_dtype(files)
+    check = Check(measured, base=base, tokenized=tokenized, embedded=embedded)
+    _require_agreement(check, rounding, is_quantized=quant is not None)
+    return check
+
+
+def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> None:
+    """Raise :class:`FailedCheck` if an export computes something else than the trained model.
+
+    Args:
+        check: comparisons of the two.
+        rounding: dtype or kind of quantization to which weights were rounded, a key of ``_OF_LAYER``; any other value
+            if they were not.
+        is_quantized: whether the weights are quantized, so that the logits differ as those of the base do.
+    """
+    measured = check.measured
     layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
     are_rounded = layer_limit != _OF_EQUAL_LAYER
     # "not <=", because a difference may be NaN
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
-    if quant is None:
+    if is_quantized:
+        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
+        if check.base is not None:
+            kl_limit = _TIMES_BASE * check.base.comparison.kl + _KL_MARGIN
+        agrees = measured.comparison.kl <= kl_limit
+    else:
         relative_limit = _OF_ROUNDED_LOGITS if are_rounded else _OF_LOGITS
         agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
-    else:
-        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
-        if base is not None:
-            kl_limit = _TIMES_BASE * base.comparison.kl + _KL_MARGIN
-        agrees = measured.comparison.kl <= kl_limit
     if differing or not agrees:
-        raise FailedCheck(_explain_difference(measured, base, differing))
+        raise FailedCheck(_explain_difference(measured, check.base, differing))
+    tokenized = check.tokenized
     if tokenized is not None and (tokenized.texts or (tokenized.chats and tokenized.is_exact)):
         first = [*tokenized.texts, *tokenized.chats][0]
         raise FailedCheck(
             f"The tokenizer files of the export give other ids than {tokenized.trained}, for example for {first!r}: "
             "save the checkpoint again with the tokenizer that trained."
         )
+    embedded = check.embedded
     if embedded is not None and embedded.library:
         difference_limit = _OF_ROUNDED_EMBEDDING if are_rounded else _OF_EMBEDDING
         if not embedded.difference <= difference_limit:
@@ -589,7 +606,6 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
                 f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
                 f"of {embedded.difference:.2g}: texts must begin and end as the tokenizer's files say."
             )
-    return Check(measured, base=base, tokenized=tokenized, embedded=embedded)
 
 
 def _explain_difference(measured: Measured, base: Measured | None, differing: list[str]) -> str:

@@ -63,7 +63,31 @@ def parse_command(tokens: list[str]) -> Command:
         UserError: an option is unknown, misplaced or lacks its value.
     """
     command = Command([], None, None, [])
-    # First take tune's own options, which may stand anywhere.
+    other_tokens = _take_own_options(command, tokens)
+    for token in other_tokens:
+        if token.startswith("-") and not _is_option(token):
+            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
+    # The order of the others: torchrun's options, the recipe, overrides.
+    num_options = _count_options(other_tokens)
+    command.torchrun = other_tokens[:num_options]
+    overrides = other_tokens[num_options:]
+    if overrides and not _is_override(overrides[0]):
+        command.recipe = overrides.pop(0)
+    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
+        if token.startswith("-"):
+            if "=" not in token and not value.startswith("-") and not _is_override(value):
+                token = f"{token} {value}".rstrip()  # the option with its value, as it is to be moved
+            raise UserError(
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
+            )
+        if not _is_override(token):
+            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
+    command.overrides = overrides
+    return command
+
+
+def _take_own_options(command: Command, tokens: list[str]) -> list[str]:
+    """Set the options of tune itself, which may stand anywhere; return the other words."""
     other_tokens: list[str] = []
     remaining = iter(tokens)
     for token in remaining:
@@ -89,26 +113,7 @@ def parse_command(tokens: list[str]) -> Command:
             command.help = True
         else:
             other_tokens.append(token)
-    for token in other_tokens:
-        if token.startswith("-") and not _is_option(token):
-            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
-    # The order of the others: torchrun's options, the recipe, overrides.
-    num_options = _count_options(other_tokens)
-    command.torchrun = other_tokens[:num_options]
-    overrides = other_tokens[num_options:]
-    if overrides and not _is_override(overrides[0]):
-        command.recipe = overrides.pop(0)
-    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
-        if token.startswith("-"):
-            if "=" not in token and not value.startswith("-") and not _is_override(value):
-                token = f"{token} {value}".rstrip()
-            raise UserError(
-                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
-            )
-        if not _is_override(token):
-            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
-    command.overrides = overrides
-    return command
+    return other_tokens
 
 
 def require_config(command: Command, name: str, options: str = "") -> str:

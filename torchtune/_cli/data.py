@@ -96,7 +96,7 @@ class DataShow(Subcommand):
         if args.validation is not None:
             held_out = scan(args.validation, **options)
             print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
-        if not facts.formats or len(facts.problems) >= facts.rows:
+        if not facts.formats or len(facts.problems) >= facts.rows:  # after the report, which names them
             raise UserError(f"{path}: none of its {facts.rows:,} rows can be used: correct the rows.")
         if args.tokenizer is None:
             print("Add --tokenizer <checkpoint> to see tokens, trained tokens and packs.")
@@ -270,7 +270,7 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
             try:
                 with preparing_shard(output, shard), workers(processes):
                     dataset = instantiate_dataset(node, tokenizer)
-            except ShardWritten as written:
+            except ShardWritten as written:  # its rows are in files, and no dataset is built
                 records.append({"name": name, **written.record})
             else:
                 raise _not_prepared(name, dataset)

@@ -92,6 +92,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         if text is not None:
             print(redact_secrets(text), flush=True)
 
+    # The data first: the length of the longest row decides the memory.
     data = None
     if view.dataset is not None:
         data = attempt(lambda: measure_data(view, processes))
@@ -106,7 +107,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     if data is not None:
         show(lambda: "\n".join(f"{name:<12}{text}" for name, text in data.lines))
     if problems:
-        sys.stdout.flush()
+        sys.stdout.flush()  # before the error, which goes to stderr
         raise RunError(problems)
     print("The run can start: no problem was found.")
 

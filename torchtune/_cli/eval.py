@@ -144,7 +144,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
-        data = Path("dataset_val")
+        data = Path("dataset_val")  # names the file of results
         node, max_seq_len = _validation_data(args.model)
     else:
         data = args.data.expanduser()
@@ -154,7 +154,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         max_seq_len = None
     rows = []
     scores = torchtune.evaluation.make_scores(args.score)
-    if scores:
+    if scores:  # read before a model is loaded, which may take minutes
         columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
         rows = torchtune.evaluation.read_eval_rows(data, **columns, limit=args.limit)
         torchtune.evaluation.check_scores(scores, rows, data)
@@ -223,6 +223,7 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     else:
         row_format = torchtune.datasets.RowFormat("no mappings")
     if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
+        # The perplexity of an answer is that of an instruction's.
         settings = torchtune.datasets.column_map(input="question", output="answer")
         row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
     elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
@@ -261,7 +262,7 @@ def _evaluate(
     Returns:
         ``model``, ``adapter`` and ``dtype``; ``perplexity`` and ``answers``, None if they were not measured.
     """
-    images = node is not None or any(row.has_images for row in rows)
+    images = node is not None or any(row.has_images for row in rows)  # the rows of a node are not read yet
     model, tokenizer = _load(args, folder, adapter, "layers", images=images)
     torchtune.generation.check_generates(model)
     weight = torchtune.modules.text_decoder(model).tok_embeddings.weight

@@ -136,6 +136,7 @@ class ImportedConfig:
         ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
         for key in sorted(source_settings, key=lambda key: ranks.get(key, len(ranks))):
             self._take(key, source_settings[key])
+        # Where the file says nothing, the run is that of the other library's defaults, not of ours.
         names_in_file = set(self._settings)
         for key, value in self._table["defaults"].items():
             name = self._table["keys"][key].split()[0]
@@ -157,7 +158,7 @@ class ImportedConfig:
             self.covered[key] = "it is empty"
         elif key in self._table["keys"]:
             name, _, conversion = self._table["keys"][key].partition(" ")
-            if name in self._settings and value in (False, ""):
+            if name in self._settings and value in (False, ""):  # another key has decided it
                 self.covered[key] = "it is off"
                 return
             try:
@@ -180,37 +181,8 @@ class ImportedConfig:
         method = take("@method", "full")
         reader = take("@reader", "")
         is_distributed = bool(take("@distributed", 0))
-        if reader == "preference_dataset":
-            name = "lora_dpo_single_device"
-        else:
-            name = "full" if method == "full" else "lora"
-            if not is_distributed:
-                name += "_single_device"
-        data = config.read_document(find_config(f"smol/135M_{name}")).data
-        if is_distributed:
-            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
-        base = Path(self.repository)
-        folder = f"/tmp/{base.name}"  # where tune download writes it
-        if base.is_dir():
-            folder = str(base)
-        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
-        data["device"] = None
-        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
-        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
-        data["checkpointer"]["checkpoint_dir"] = folder
-        converters = []
-        if take("@tiled_mlp", False):
-            converters.append({"_component_": "torchtune.modules.TiledMLP"})
-        noise = take("@neftune", None)
-        if noise:
-            converters.append({"_component_": "torchtune.modules.NEFTune", "alpha": noise})
-        is_quantized = take("@quantized", False) or method == "qlora"
-        lora: dict[str, Any] | None = None
-        if method != "full":
-            if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
-                converters.append({"_component_": "torchtune.modules.low_precision.QuantizeBase"})
-            lora = {"_component_": "torchtune.modules.peft.LoRA"}
-            converters.append(lora)
+        data = self._shipped_config(method, reader, is_distributed)
+        converters = self._model_converters(method)
         if converters:
             data["model_converters"] = converters
         self._folder = take("@folder", "data")
@@ -222,7 +194,7 @@ class ImportedConfig:
         scheduler_arguments = take("@scheduler_arguments", {})
         save_strategy = take("@save_strategy", "steps")
         saves_per_epoch = take("@saves_per_epoch", 0)
-        take("@column", None)
+        take("@column", None)  # which the datasets have read
         validation = {}
         for key in _VALIDATION_KEYS:
             validation[key] = take(f"@{key}", None)
@@ -231,8 +203,8 @@ class ImportedConfig:
             if section == "dataset":
                 self._set_dataset(nodes, name, value)
             elif section == "lora":
-                if lora is not None:  # libraries have defaults of LoRA for runs without it as well
-                    lora[name] = value
+                if method != "full":  # libraries have defaults of LoRA for runs without it as well
+                    converters[-1][name] = value
             elif section:
                 data.setdefault(section, {})[name] = value
             else:
@@ -251,6 +223,50 @@ class ImportedConfig:
         elif save_strategy != "steps":
             self.left["save_strategy"] = "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
         return self._finish(data)
+
+    def _shipped_config(self, method: str, reader: str, is_distributed: bool) -> dict[str, Any]:
+        """Return the shipped config of the smallest model for a method, with the paths of this model.
+
+        Args:
+            method: ``full``, ``lora`` or ``qlora``.
+            reader: dataset builder of the method, "" if the rows say it.
+            is_distributed: whether the run has several devices.
+        """
+        if reader == "preference_dataset":
+            name = "lora_dpo_single_device"
+        else:
+            name = "full" if method == "full" else "lora"
+            if not is_distributed:
+                name += "_single_device"
+        data = config.read_document(find_config(f"smol/135M_{name}")).data
+        if is_distributed:
+            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
+        base = Path(self.repository)
+        folder = f"/tmp/{base.name}"  # where tune download writes it
+        if base.is_dir():
+            folder = str(base)
+        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
+        data["device"] = None
+        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
+        data["checkpointer"]["checkpoint_dir"] = folder
+        return data
+
+    def _model_converters(self, method: str) -> list[dict[str, Any]]:
+        """Take the settings that change the modules of the model; return their converters, LoRA as the last one."""
+        converters = []
+        if self._settings.pop("@tiled_mlp", False):
+            converters.append({"_component_": "torchtune.modules.TiledMLP"})
+        noise = self._settings.pop("@neftune", None)
+        if noise:
+            converters.append({"_component_": "torchtune.modules.NEFTune", "alpha": noise})
+        is_quantized = self._settings.pop("@quantized", False) or method == "qlora"
+        if method == "full":
+            return converters
+        if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
+            converters.append({"_component_": "torchtune.modules.low_precision.QuantizeBase"})
+        converters.append({"_component_": "torchtune.modules.peft.LoRA"})
+        return converters
 
     def _set_validation(
         self, data: dict[str, Any], nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any]
@@ -301,6 +317,7 @@ class ImportedConfig:
         if settings["val_datasets"]:
             entries = self._entries(settings["val_datasets"], self._folder)
             validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
+            # Labels of the same kind, so that the two losses can be compared.
             for node, training_node in zip(validation_nodes, nodes, strict=False):
                 if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
                     node.setdefault("masking_strategy", training_node["masking_strategy"])

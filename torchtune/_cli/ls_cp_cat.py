@@ -74,7 +74,8 @@ class List(Subcommand):
         """Print the configs that match all words: files, those made when they are named, and those that cannot be."""
         matches = find_configs(words)
         on_demand = find_configs(words, "on_demand")
-        models = {_model_of(config) for config, _ in [*matches, *on_demand]} - {None}
+        models = {_model_of(config) for config, _ in [*matches, *on_demand]}
+        models.discard(None)
         impossible = find_configs(words, "impossible")
         if not matches and not on_demand:
             if not impossible:
@@ -229,10 +230,11 @@ def changed_text(config: Path, overrides: list[str]) -> str:
     document = read_document(config)
     apply_overrides(document, overrides)
     document.check()
+    # A section whose value is the same keeps its lines; one that has changed is written anew, without its comments.
     lines = []
     key = ""  # top-level key of the current line
     for line in config.read_text(encoding="utf-8-sig").splitlines(keepends=True):
-        is_key = line[:1] not in (" ", "-", "#", "\n")
+        is_key = line[:1] not in (" ", "-", "#", "\n")  # a list may begin at the column of its key
         is_within = line[:1] in (" ", "-")
         if is_key:
             key = line.partition(":")[0].strip("\"'")
@@ -241,7 +243,7 @@ def changed_text(config: Path, overrides: list[str]) -> str:
             lines.append(line)
         elif is_key and key in document.data:
             lines.append(_yaml_of(key, document.data[key]))
-    for key in document.data.keys() - original.data.keys():
+    for key in document.data.keys() - original.data.keys():  # set by the command line alone
         lines.append(_yaml_of(key, document.data[key]))
     return "".join(lines)
 

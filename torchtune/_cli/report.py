@@ -50,6 +50,7 @@ def _estimate(run: Any) -> tuple[Any, str]:
     from torchtune.config import load_and_check
     from torchtune.reports import SETTINGS
 
+    # The run has recorded the lengths of its rows as a histogram, whose last edge is the longest.
     longest = run.start.get("data", {}).get("dataset", {}).get("lengths", {}).get("edges", [0])[-1]
     overrides = []
     if longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len"):

@@ -100,6 +100,7 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
+        # Find the recipe and the config; each of them may be left out if the other one says it.
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
@@ -124,7 +125,7 @@ class Run(Subcommand):
         command.overrides = expand_shorthands(config, command.overrides, command.recipe)
         if command.recipe is None:
             recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
-        if command.grace is not None:
+        if command.grace is not None:  # for torchrun and the workers
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
             from torchtune._cli.estimate import estimate

@@ -107,9 +107,14 @@ def draw_trials(dimensions: Sequence[Dimension], count: int, seed: int) -> list[
     generator = random.Random(seed)
     columns = []
     for dimension in dimensions:
+        # One value from the middle of each of ``count`` equal intervals, in random order.
         order = list(range(count))
         generator.shuffle(order)
-        columns.append([f"{dimension.key}={dimension.value_at((rank + 0.5) / count)}" for rank in order])
+        column = []
+        for interval in order:
+            value = dimension.value_at((interval + 0.5) / count)
+            column.append(f"{dimension.key}={value}")
+        columns.append(column)
     trials = [list(settings) for settings in zip(*columns, strict=True)]
     return [trial for index, trial in enumerate(trials) if trial not in trials[:index]]
 
@@ -133,11 +138,13 @@ class Rung:
         if self.num_halvings == 0:
             return total
         steps = total >> self.num_halvings
-        return min(total, max(self.every, steps - steps % self.every))
+        steps -= steps % self.every  # down to a measurement, and at least to the first one
+        return min(total, max(self.every, steps))
 
 
 def plan_rungs(num_trials: int, every: int = 1) -> list[Rung]:
     """Return the rungs of a sweep: half of the trials go on for twice as many steps, until two finish."""
+    # From the last rung, which is a whole run, back to the first one, which has all trials.
     rungs = [Rung(min(num_trials, _FINALISTS), 0, every)]
     while rungs[0].num_trials < num_trials:
         later = rungs[0]
@@ -406,7 +413,7 @@ class _Sweep:
         every = 1  # a loss is logged at each step, other metrics at each validation
         if self._metric.name.startswith("val_"):
             every = self._settings.run_val_every_n_steps
-        remaining = self._trials
+        remaining = self._trials  # in the order of their results, after the first rung
         for rung in plan_rungs(len(self._trials), every):
             remaining = remaining[: rung.num_trials]
             print(f"{len(remaining)} trials, to 1/{2**rung.num_halvings} of the steps of a run", flush=True)
