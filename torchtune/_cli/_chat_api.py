@@ -574,7 +574,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_delete = self.command == "DELETE"
         if path == "/v1/models" and not is_delete:
             about = {"object": "model", "created": self.server.started, "owned_by": "torchtune"}
-            self._reply(200, {"object": "list", "data": [{"id": name, **about} for name in self.server.models]})
+            models = [{"id": name, **about} for name in self.server.models]
+            self._reply(200, {"object": "list", "data": models})
             return
         hint = ""
         _, prefix, name = path.partition("/v1/sessions/")

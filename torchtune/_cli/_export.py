@@ -338,7 +338,12 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
         write_files(trained, args.to, args.quant, files, temporary / "merged")
         check = _check(trained, args, files, temporary / "base")
         shutil.rmtree(temporary / "base", ignore_errors=True)
-        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
+        record = {
+            "checkpoint": str(trained.checkpoint),
+            "to": args.to,
+            "quant": args.quant,
+            "check": check.numbers(),
+        }
         write_json(files / RECORD, record)
         if trained.run is not None:  # otherwise, keep the README of the checkpoint
             library = "peft" if args.to == "adapter" else "transformers"
@@ -399,7 +404,8 @@ def _push(folder: Path, repo_id: str, *, upload: bool) -> None:
     """Upload an export to the hub; without ``upload``, only print what would be."""
     from torchtune import _hub
 
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    # Without hidden files, such as those of a file manager, which _hub.upload leaves out as well.
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
     for path in files:
         print(f"{'push':<12}{path.relative_to(folder)} ({path.stat().st_size:,} bytes)")
     if not upload:

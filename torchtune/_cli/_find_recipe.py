@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -211,8 +212,9 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
     """
     names_of_recipe = {recipe.name: [recipe.name, *recipe.former_names] for recipe in get_all_recipes()}
     search_terms: list[str] = []
+    all_recipe_names = set(itertools.chain(*names_of_recipe.values()))
     for word in words:
-        if any(word in names for names in names_of_recipe.values()):
+        if word in all_recipe_names:
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]

@@ -260,9 +260,10 @@ class _Followers:
         """Return a sentence on the end of a follower, with its error if it has printed one."""
         errors = self._errors[rank - 1]
         errors.seek(0)
-        lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+        output = errors.read().decode(errors="replace")
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         code = self._processes[rank - 1].returncode
-        for line in reversed(lines):
+        for line in reversed(lines):  # the last error is the one that ended it
             message = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # of main, or of argparse
             if message:
                 return f"rank {rank}: {message[1]}"

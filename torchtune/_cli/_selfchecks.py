@@ -299,10 +299,15 @@ class _Checks:
 
     def _loss_of(self, folder: str | Path, rows: list[dict[str, Any]]) -> float:
         """Return the config's loss of rows, with the weights of a folder."""
-        images = getattr(self._tokenizer, "takes_images", False)
-        model, _ = torchtune.load(folder, dtype=self._data["dtype"], device=self._data.get("device"), images=images)
+        model, _ = torchtune.load(
+            folder,
+            dtype=self._data["dtype"],
+            device=self._data.get("device"),
+            images=getattr(self._tokenizer, "takes_images", False),
+        )
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)
-        collate = instantiate_collate(self._data.get("collate_fn", "torchtune.data.collate_documents"), self._tokenizer)
+        collate_name = self._data.get("collate_fn", "torchtune.data.collate_documents")
+        collate = instantiate_collate(collate_name, self._tokenizer)
         batch = collate(rows).to(next(model.parameters()).device)
         with torch.no_grad():
             hidden = model(**batch.model_inputs(), output="hidden")
@@ -402,13 +407,12 @@ class _Checks:
                 trained = is_trained(labels)  # [s]
                 # A passage ends at a trained token before one that is not trained, or at the end of the row.
                 ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
-                if self._is_whole(tokens):
-                    for end in ends:
-                        if int(tokens[end]) not in stops:
-                            raise CheckFailed(
-                                f"example {number}: no stop token is trained at the end of a passage, {end}"
-                            )
                 num_passages += len(ends)
+                if not self._is_whole(tokens):
+                    continue
+                for end in ends:
+                    if int(tokens[end]) not in stops:
+                        raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
         if not num_passages:
             raise NotChecked(no_passages)
         return f"{num_passages} trained passages end with a stop token"

@@ -7,10 +7,12 @@ rows of ``dataset`` are held out.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -340,24 +342,27 @@ class _DataSettings:
             if not facts.formats:
                 line, reason = facts.problems[0]
                 raise UserError(f"data={self._name}: no row can be used: line {line}: {reason}.")
-            formats, firsts, row = facts.formats, facts.firsts, facts.example
+            formats = facts.formats
+            firsts = facts.firsts
+            row = facts.example
             row_format = facts.format
         else:
-            from collections import Counter
-
             from torchtune.datasets import format_of
 
             rows = self._hub_rows()
-            formats = Counter(map(format_of, rows))
-            firsts = {}
+            formats = Counter()
+            firsts = {}  # number of the first row of each format
             for number, hub_row in enumerate(rows, 1):
-                firsts.setdefault(format_of(hub_row), number)
+                hub_format = format_of(hub_row)
+                formats[hub_format] += 1
+                firsts.setdefault(hub_format, number)
             row = rows[0]
-            row_format = formats.most_common(1)[0][0]
+            row_format, _ = formats.most_common(1)[0]
         # Without settings, the chat dataset reads conversations of all formats.
         reads_all_formats = row_format.builder == "chat_dataset" and not row_format.settings
         if not reads_all_formats:
-            self._refuse_several_formats([counted_format for counted_format, _ in formats.most_common()], firsts)
+            most_frequent_first = [counted_format for counted_format, _ in formats.most_common()]
+            self._refuse_several_formats(most_frequent_first, firsts)
         self._refuse_several_readings(row_format, row)
         return row_format, row
 
@@ -372,8 +377,6 @@ class _DataSettings:
 
     def _hub_rows(self) -> list[Mapping[str, Any]]:
         """Return the first rows of a dataset on the hub."""
-        from itertools import islice
-
         from torchtune.datasets import load_rows
 
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self._name) or self._name.startswith("."):
@@ -385,7 +388,7 @@ class _DataSettings:
             key, _, value = setting.partition("=")
             if key in ("name", "data_files", "data_dir"):
                 arguments[key] = value
-        return list(islice(load_rows(self._name, **arguments), _HUB_ROWS))
+        return list(itertools.islice(load_rows(self._name, **arguments), _HUB_ROWS))
 
     def _refuse_several_formats(self, formats: list["RowFormat"], firsts: Mapping["RowFormat", int]) -> None:
         """Refuse rows of two formats: a dataset reads one of them."""

@@ -236,7 +236,7 @@ class _Conversation:
         except KeyboardInterrupt:
             end = "interrupt"
         finally:
-            steps.close()  # frees the memory of the KV cache before the next line
+            steps.close()  # the generator holds the KV cache
         pieces.append(decoder.end())
         print(pieces[-1], flush=True)
         return "".join(pieces), end

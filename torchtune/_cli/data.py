@@ -91,7 +91,7 @@ class DataShow(Subcommand):
             if key == "split":
                 splits.append(override)
         options = {"everything": args.all, "settings": changed({}, overrides.file), "chosen": changed({}, checked)}
-        facts = scan(path, **options, **changed({}, splits))  # the split is not one of the validation file
+        facts = scan(path, **options, **changed({}, splits))  # the split is of this file alone
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, **options)

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +162,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         UserError: the run does not fit, or cannot be simulated; see ``torchtune.estimate``.
     """
     from torchtune.config import load_and_check, redact_secrets
-    from torchtune.estimate import (
-        check_simulated,
-        describe,
-        estimate_run,
-        find_fastest,
-        parse_cluster,
-        parse_memory,
-        summary,
-    )
+    from torchtune.estimate import check_simulated, estimate_run, parse_cluster, parse_memory, summary
 
     processes, device = parse_cluster(cluster)
     limit = device.memory * _GIB
@@ -187,24 +179,16 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     settings = load_and_check(config, overrides, main)
     check_simulated(settings)
 
+    def load(candidate: Sequence[str]) -> Any:
+        """Return the settings with the overrides of a candidate."""
+        return load_and_check(config, [*overrides, *candidate], main)
+
     def run(settings: Any) -> Any:
+        """Simulate a step with some settings."""
         return estimate_run(main, settings, processes, per_machine=device.per_machine)
 
     if fit is not None:
-        print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
-        fastest, estimate = find_fastest(
-            settings,
-            processes,
-            device,
-            limit,
-            lambda candidate: load_and_check(config, [*overrides, *candidate], main),
-            run,
-            lambda line: print(line, flush=True),
-        )
-        print(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n", flush=True)
-        if fastest.overrides:
-            print(f"Paste: {shlex.join(fastest.overrides)}\n")
-        print(redact_secrets(summary(estimate, device)), flush=True)
+        _print_fastest(settings, processes, device, limit, load, run)
         return
     if sys.stderr.isatty():
         print(f"Simulating a step on {cluster} …", file=sys.stderr, flush=True)
@@ -215,3 +199,36 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
             f"the run does not fit: a device needs {estimate.peak / _GIB:.1f} GiB and has {limit / _GIB:.1f} GiB: "
             f"search for settings that fit with --fit {limit / _GIB:.0f}GiB, or use more or larger devices."
         )
+
+
+def _print_fastest(
+    settings: Any,
+    processes: int,
+    device: Any,
+    limit: float,
+    load: Callable[[Sequence[str]], Any],
+    run: Callable[[Any], Any],
+) -> None:
+    """Search for the fastest settings that fit, and print them with their estimate.
+
+    Args:
+        settings: initial settings.
+        processes: number of processes.
+        device: accelerator of each process.
+        limit: memory of a device in bytes.
+        load: returns checked settings with overrides.
+        run: simulates settings.
+    """
+    from torchtune.config import redact_secrets
+    from torchtune.estimate import describe, find_fastest, summary
+
+    def report(line: str) -> None:
+        """Print a candidate as soon as it is simulated: the search takes minutes."""
+        print(line, flush=True)
+
+    report(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:")
+    fastest, estimate = find_fastest(settings, processes, device, limit, load, run, report)
+    report(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n")
+    if fastest.overrides:
+        print(f"Paste: {shlex.join(fastest.overrides)}\n")
+    report(redact_secrets(summary(estimate, device)))

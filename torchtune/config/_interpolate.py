@@ -164,8 +164,11 @@ def _check_expansion(document: Document, references: dict[KeyPath, list[KeyPath]
             value = document.data
             if path:
                 value = parent_of(document.data, path)[path[-1]]
-            counts[path] = len(references.get(path, ())) + sum(counts[child] for child in children[path])
-            lengths[path] = sum(lengths[child] for child in children[path])
+            counts[path] = len(references.get(path, ()))
+            lengths[path] = 0
+            for child in children[path]:
+                counts[path] += counts[child]
+                lengths[path] += lengths[child]
             if not isinstance(value, dict | list):
                 lengths[path] += len(str(value))
             if path in references:

@@ -65,7 +65,8 @@ def keep_references(settings: Any, document: Document, variables: Mapping[str, A
 def _to_plain(value: Any) -> Any:
     """Convert settings to mappings, lists and scalars that YAML can represent."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
+        fields = [field for field in dataclasses.fields(value) if field.init]  # others are computed from them
+        value = {field.name: getattr(value, field.name) for field in fields}
     elif type(value).__module__.startswith("omegaconf"):
         from omegaconf import OmegaConf
 

@@ -67,8 +67,8 @@ class Range:
     below: float | None = None
 
     def __str__(self) -> str:
-        bounds = ((">=", self.min), (">", self.above), ("<=", self.max), ("<", self.below))
-        return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+        bounds = {">=": self.min, ">": self.above, "<=": self.max, "<": self.below}
+        return " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None)
 
     def holds(self, value: float) -> bool:
         """Return whether ``value`` is within the bounds (NaN never is)."""

@@ -271,7 +271,8 @@ def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[Lay
     # One group of each kind, so that its moments are measured in both.
     always_kept.update(groups_of_kind[-1] for groups_of_kind in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.
-    read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}
+    read_later = set(getattr(stack, "kv_sources", {}).values())
+    read_later.update(getattr(stack, "deep_layers", ()))
     always_kept.update(indices for indices in groups if not read_later.isdisjoint(indices))
     if ends > 1:
         always_kept |= _unequal_neighbors(layers, groups, always_kept, ends)

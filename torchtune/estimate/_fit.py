@@ -223,7 +223,8 @@ def candidates(
             slowdown = math.prod(factor for _, factor in combination)
             slowdowns[key] = min(slowdown, slowdowns.get(key, math.inf))
     # Of equally fast combinations, the one with fewer overrides comes first.
-    return dict(sorted(slowdowns.items(), key=lambda item: (item[1], len(item[0]))))
+    fastest_first = sorted(slowdowns, key=lambda overrides: (slowdowns[overrides], len(overrides)))
+    return {overrides: slowdowns[overrides] for overrides in fastest_first}
 
 
 def _is_in_settings(cfg: SettingsView, override: str) -> bool:
@@ -338,7 +339,7 @@ class Search:
         changes = [changed for changed in singles if texts.issuperset(changed)]
         covered = set(itertools.chain(*changes))
         if initial is None or texts != covered:
-            # What cannot be predicted may fit, so that it is simulated; it says nothing of other combinations.
+            # What cannot be predicted may fit, so that it is simulated; it says nothing about other combinations.
             predicted.append((texts, math.inf))
             return True
         size = _predict_peak(initial, [singles[changed] for changed in changes])

@@ -101,8 +101,10 @@ def _send(collectives: Counter[Collective], sizes: Counter[Collective], device: 
 
 def _seconds_of_a_byte_to_all(ranks: tuple[int, ...], device: Accelerator) -> float:
     """Return 1e9 times the seconds per byte of an all-to-all, over the slower of links and network."""
-    near = min(_by_machine(ranks, device))
-    return max((near - 1) / device.link, (len(ranks) - near) / device.network) / len(ranks)
+    near = min(_by_machine(ranks, device))  # ranks of the machine that has most to send to others
+    over_links = (near - 1) / device.link
+    over_network = (len(ranks) - near) / device.network
+    return max(over_links, over_network) / len(ranks)
 
 
 def _link(ranks: tuple[int, ...], device: Accelerator) -> float:

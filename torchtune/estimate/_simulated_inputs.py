@@ -181,10 +181,11 @@ class StandInDataset(ExampleDataset):
             row["is_chosen"] = index % 2 == 0
         if self._kind == "retrieval":
             row |= {"negatives": [], "labels": [0]}
+        document = [0] * self._length
         if self._kind == "documents":
-            row |= {"documents": [[0] * self._length], "targets": [1.0], "labels": [0]}
+            row |= {"documents": [document], "targets": [1.0], "labels": [0]}
         if self._kind == "candidates":  # two are the fewest
-            row |= {"documents": [[0] * self._length] * 2, "targets": [1.0, 0.0], "labels": [0]}
+            row |= {"documents": [document, document], "targets": [1.0, 0.0], "labels": [0]}
         return row
 
 

@@ -188,10 +188,11 @@ class Heartbeats:
         now = time.monotonic()
         peer = PeerBeat(beat, beat_at=now, moved=now)
         last = self.peer_beats.get(rank)
-        if last is not None and beat.number == last.beat.number:
-            peer.beat_at = last.beat_at
-        if last is not None and (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs):
-            peer.moved = last.moved
+        if last is not None:
+            if beat.number == last.beat.number:
+                peer.beat_at = last.beat_at
+            if beat.moves == last.beat.moves and beat.signs == last.beat.signs:
+                peer.moved = last.moved
         self.peer_beats[rank] = peer
 
     def announce_stall(self) -> None:

@@ -201,7 +201,9 @@ class Watchdog:
         if self._heartbeats is None:
             return None
         self._activity.sign()  # the search takes time, which is no stall
-        beats = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
+        seconds = min(10.0, self._timeout / 4)
+        patience = min(60.0, self._timeout / 2)
+        beats = self._heartbeats.find_lost_ranks(seconds, patience)
         if beats == {}:  # all are alive; None would mean that the store does not answer
             return None
         return lost_rank_error(beats, self._heartbeats.address)
