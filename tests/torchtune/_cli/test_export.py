@@ -318,7 +318,8 @@ def test_killed_run_exports_its_newest_complete_checkpoint(runs, tmp_path, tune)
 
 
 def test_invalid_exports_are_refused_in_one_sentence(runs, tmp_path, tune):
-    full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
+    full = str(runs / "full" / "epoch_0")
+    adapter = str(runs / "lora" / "epoch_0")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     orphan = train(write_checkpoint(tmp_path / "base"), tmp_path / "orphan")

@@ -201,14 +201,21 @@ def _main_of(folder: Path, text: str) -> Callable[..., object]:
 @pytest.mark.parametrize("is_typed", [True, False])
 def test_a_key_that_the_recipe_does_not_read_is_a_warning(is_typed, line, warns, tmp_path, caplog):
     """A copied recipe with a loss of its own says that the one of the config is not used."""
-    module, name = (typed_recipe, "typed") if is_typed else (untyped_recipe, "untyped")
-    text = Path(module.__file__).read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
+    assets = Path(__file__).parent / "assets"
+    if is_typed:
+        source = Path(typed_recipe.__file__)
+        content = (assets / "typed.yaml").read_text()
+        line_of_loss = "loss:"
+    else:
+        source = Path(untyped_recipe.__file__)
+        content = (assets / "untyped.yaml").read_text() + "loss: 3\n"
+        line_of_loss = "loss: 3"
+    text = source.read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
     text = text.replace("    print(f", f"    {line}\n    print(f")
     config_path = tmp_path / "mine.yaml"
-    content = (Path(module.__file__).parent / f"{name}.yaml").read_text()
-    config_path.write_text(content if is_typed else f"{content}loss: 3\n")
+    config_path.write_text(content)
     config.load_and_check(config_path, [], _main_of(tmp_path, text))
-    number = config_path.read_text().splitlines().index("loss:" if is_typed else "loss: 3") + 1
+    number = content.splitlines().index(line_of_loss) + 1
     warnings = [record.getMessage() for record in caplog.records if "never reads" in record.getMessage()]
     assert (f"loss ({config_path}:{number})" in "".join(warnings)) is warns
     assert len(warnings) <= 1

@@ -214,7 +214,9 @@ class Outer(Configurable):
         rate: float = 0.5
 
     def __init__(self, config: Config, *args: Any, **runtime: Any) -> None:
-        self.config, self.args, self.runtime = config, args, runtime
+        self.config = config
+        self.args = args
+        self.runtime = runtime
 
 
 def test_a_configurable_round_trips():

@@ -17,7 +17,8 @@ from torchtune.data import DataError
 from torchtune.estimate import RunError, check_run, find_problems, measure_data, plan_data, plan_run
 from torchtune.tokenizers import hf_tokenizer
 
-LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
+LORA = "lora_finetune_single_device"
+DISTRIBUTED = "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}
 
 

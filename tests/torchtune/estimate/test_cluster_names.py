@@ -87,7 +87,8 @@ def test_tiles_of_feed_forward_layers_are_tried_for_long_rows_only():
     assert list(candidates(settings, 1)) == [()]
 
 
-RECOMPUTE, OFFLOAD = "enable_activation_checkpointing=True", "enable_activation_offloading=True"
+RECOMPUTE = "enable_activation_checkpointing=True"
+OFFLOAD = "enable_activation_offloading=True"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,8 @@ def test_products_in_float8_take_half_the_time_of_bf16():
     times = {}
     for dtype in (torch.float8_e4m3fn, torch.bfloat16):
         with FakeTensorMode():
-            left, right = torch.empty(4096, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype).t()
+            left = torch.empty(4096, 4096, dtype=dtype)
+            right = torch.empty(4096, 4096, dtype=dtype).t()
             scale = torch.ones(())
             with Observer() as observer:
                 if dtype is torch.bfloat16:

@@ -22,7 +22,10 @@ from torchtune.estimate._simulate import simulate
 ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 8, "alpha": 16}
 QUANTIZED = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 64}
 RECOMPUTE = {"enable_activation_checkpointing": True}
-DENSE, WINDOWS, EXPERTS, HYBRID = "llama3_2_1b", "gemma3_1b", "glm4_5_air", "qwen3_next_80b_a3b"
+DENSE = "llama3_2_1b"
+WINDOWS = "gemma3_1b"
+EXPERTS = "glm4_5_air"
+HYBRID = "qwen3_next_80b_a3b"
 # Model, layers, recipe, processes, settings.
 CASES: dict[str, tuple[str, int, str, int, dict[str, Any]]] = {
     "full": (DENSE, 8, FULL, 1, {}),
