@@ -25,9 +25,11 @@ from torchtune.modules.kernels import flex as flex_kernels
 from torchtune.modules.transformer import text_decoder
 
 DEVICE = torch.device("cuda:0")
-# Operations that need values: the host waits for the device.
+# Parts of the names of operators that attend.
+KERNELS = ("varlen_attn", "document_attention", "scaled_dot_product", "flex")
+# Operators that need values: the host waits for the device.
 SYNCS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "unique", "masked_select")
-LENGTHS = (100, 300, 240)
+LENGTHS = (100, 300, 240)  # of the documents in a row
 
 
 class Counting(TorchDispatchMode):
@@ -44,25 +46,36 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def kernels(self) -> dict[str, int]:
-        """Counts of the operators that attend, by short name."""
-        words = ("varlen_attn", "document_attention", "scaled_dot_product", "flex")
-        return {word: n for word in words if (n := sum(c for name, c in self.counts.items() if word in name))}
+        """Return how often each kernel of ``KERNELS`` was called, without those that were not."""
+        calls = {}
+        for kernel in KERNELS:
+            count = sum(count for name, count in self.counts.items() if kernel in name)
+            if count:
+                calls[kernel] = count
+        return calls
 
     def syncs(self) -> dict[str, int]:
-        """Counts of the operators for which the host would wait."""
-        return {name: n for name, n in self.counts.items() if any(sync in name for sync in SYNCS)}
+        """Return how often each operator was called for which the host would wait."""
+        calls = {}
+        for name, count in self.counts.items():
+            if any(sync in name for sync in SYNCS):
+                calls[name] = count
+        return calls
 
 
 @contextmanager
 def fake_cuda() -> Iterator[Counting]:
-    """A block in which tensors are fake and the answers of a driver are made up."""
+    """Context manager in which tensors are fake, and the answers of a driver are made up."""
     counting = Counting()
 
     def flex(q: Tensor, k: Tensor, v: Tensor, *, return_aux: Any = None, **options: Any) -> Any:
+        """Take the place of a compiled flex attention; ``q`` is ``[b, h, s, d]``."""
         counting.counts["flex_attention"] += 1
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         out = torch.empty_like(q)
-        return (out, mock.Mock(lse=lse)) if return_aux is not None else out
+        if return_aux is None:
+            return out
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)  # [b, h, s]
+        return out, mock.Mock(lse=lse)
 
     with (
         mock.patch.object(flex_kernels, "compile_flex_attention", return_value=flex),
@@ -74,9 +87,10 @@ def fake_cuda() -> Iterator[Counting]:
 
 
 def fake_forward(model: nn.Module, counting: Counting) -> None:
-    """Run a packed batch through a model on the meta device; only what happens inside of layers is counted."""
+    """Run a packed batch through a model on the meta device; only operators inside of layers are counted."""
     model.to_empty(device=DEVICE)
-    tokens, positions = torch.empty(2, 1, sum(LENGTHS), dtype=torch.long, device=DEVICE)
+    tokens = torch.empty(1, sum(LENGTHS), dtype=torch.long, device=DEVICE)  # [b, s]
+    positions = torch.empty_like(tokens)
     cu_seqlens = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device=DEVICE)
 
     def start(*_: Any) -> None:
@@ -92,38 +106,41 @@ def fake_forward(model: nn.Module, counting: Counting) -> None:
 
 
 def families() -> dict[str, str]:
-    """Family -> the builder of its first row among the models that configs are made for."""
+    """Return family -> builder of its first row among the models that configs are made for."""
     from make_configs import builder, models
 
-    found: dict[str, str] = {}
+    builders: dict[str, str] = {}
     for model in models()["models"]:
-        found.setdefault(model.partition("/")[0], builder(model))
-    return found
+        builders.setdefault(model.partition("/")[0], builder(model))
+    return builders
 
 
 def build(family: str, builder: str, layers: int = 6) -> nn.Module:
-    """The model on the meta device in bfloat16, with its first layers alone."""
+    """Build a model on the meta device in bfloat16, with its first layers alone."""
+    module = importlib.import_module(f"torchtune.models.{family}")
     with training.set_default_dtype(torch.bfloat16), torch.device("meta"):
-        model = text_decoder(getattr(importlib.import_module(f"torchtune.models.{family}"), builder)())
+        model = text_decoder(getattr(module, builder)())
     del model.layers[layers:]
     return model
 
 
 def main() -> int:
-    """Print a line a family; returns how many run attention in Python or make the host wait."""
+    """Print a line for each family; return 1 if one attends in Python, or makes the host wait."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     warnings.filterwarnings("ignore")
-    wrong = 0
+    num_failed = 0
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, six layers, documents of {LENGTHS} tokens")
     for family, builder in families().items():
         model = build(family, builder)
         with fake_cuda() as counting:
             fake_forward(model, counting)
-        bad = bool(counting.syncs()) or "document_attention" in counting.kernels()
-        wrong += bad
+        verdict = "ok"
+        if counting.syncs() or "document_attention" in counting.kernels():
+            verdict = "FAILS"
+            num_failed += 1
         kernels = ", ".join(f"{name} {count}" for name, count in counting.kernels().items())
-        print(f"{'FAILS' if bad else 'ok':6}{family:14}{builder:24}{kernels}; host syncs: {counting.syncs() or 'none'}")
-    return min(wrong, 1)
+        print(f"{verdict:6}{family:14}{builder:24}{kernels}; host syncs: {counting.syncs() or 'none'}")
+    return min(num_failed, 1)
 
 
 if __name__ == "__main__":

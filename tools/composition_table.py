@@ -5,7 +5,7 @@ table of the docs is made of the same lines by ``make_tables.py``.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 # Dimension -> its values; the first one is what a run has unless it says otherwise. A dimension is shown under its key.
@@ -67,16 +67,17 @@ class Refusal:
     reason: str
 
     def holds(self, cell: Cell) -> bool:
-        """Whether it refuses a cell; a part of a cell will do."""
+        """Return whether it refuses a cell; a part of a cell suffices."""
         return all(cell.get(name) in values for name, values in self.when.items())
 
     def cells(self) -> Iterator[Cell]:
-        """The smallest cells that it refuses."""
+        """Yield the smallest cells that it refuses."""
         for values in itertools.product(*self.when.values()):
             yield dict(zip(self.when, values, strict=True))
 
 
-_ADAPTERS, _QUANTIZED = ("lora", "dora", "pissa"), ("nf4", "int8", "float8")
+_ADAPTERS = ("lora", "dora", "pissa")
+_QUANTIZED = ("nf4", "int8", "float8")
 REFUSALS = (
     Refusal(
         {"adapter": ("none",), "base": _QUANTIZED},
@@ -132,74 +133,107 @@ REFUSALS = (
 
 
 def refusals(cell: Cell) -> list[Refusal]:
-    """Why a cell is refused; nothing if it trains."""
+    """Return why a cell is refused; an empty list if it trains."""
     return [refusal for refusal in REFUSALS if refusal.holds(cell)]
 
 
 def all_pairs(seldom: Cell, alone: Mapping[str, tuple[str, ...]]) -> list[Cell]:
-    """Cells that are not refused, few of them, with every pair of values that a cell can have.
+    """Return few cells that are not refused, with every pair of values that a cell can have.
 
     Args:
-        seldom: values that are dear, a dimension each: few cells have them.
-        alone: dimension -> values that are dearer still beside one of ``seldom``: no two of them in such a cell.
+        seldom: values that take long to train with, by dimension: few cells have them.
+        alone: dimension -> values that take longer still beside one of ``seldom``: no two of them in such a cell.
     """
-    names = list(DIMENSIONS)
-    wanted = [
-        {first: a, second: b}
-        for first, second in itertools.combinations(names, 2)
-        for a, b in itertools.product(DIMENSIONS[first], DIMENSIONS[second])
-    ]
-    dear = [pair for pair in wanted if pair.items() & seldom.items()]
-    cells: list[Cell] = []
-    for queue in ([pair for pair in wanted if pair not in dear], dear):
-        missing = {frozenset(pair.items()) for pair in queue}
-        for pair in queue:
-            if frozenset(pair.items()) in missing and (
-                cell := _completed(pair, missing, {} if queue is dear else seldom, alone if queue is dear else {})
-            ):
-                cells.append(cell)
-                missing -= _pairs(cell)
+    seldom_pairs = []
+    usual_pairs = []
+    for first, second in itertools.combinations(DIMENSIONS, 2):
+        for value, other_value in itertools.product(DIMENSIONS[first], DIMENSIONS[second]):
+            pair = {first: value, second: other_value}
+            if pair.items() & seldom.items():
+                seldom_pairs.append(pair)
+            else:
+                usual_pairs.append(pair)
+    return _cover(usual_pairs, excluded=seldom, alone={}) + _cover(seldom_pairs, excluded={}, alone=alone)
+
+
+def _cover(pairs: list[Cell], excluded: Cell, alone: Mapping[str, tuple[str, ...]]) -> list[Cell]:
+    """Return cells that have all pairs of values, except for pairs that every cell with them refuses."""
+    missing = {frozenset(pair.items()) for pair in pairs}
+    cells = []
+    for pair in pairs:
+        if frozenset(pair.items()) not in missing:
+            continue
+        cell = _complete(pair, missing, excluded, alone)
+        if cell is not None:
+            cells.append(cell)
+            missing -= _pairs(cell)
     return cells
 
 
 def _pairs(cell: Cell) -> set[frozenset[tuple[str, str]]]:
+    """Return all pairs of values of a cell."""
     return {frozenset(pair) for pair in itertools.combinations(cell.items(), 2)}
 
 
-def _completed(
-    cell: Cell, missing: set[frozenset[tuple[str, str]]], without: Cell, alone: Mapping[str, tuple[str, ...]]
+def _complete(
+    cell: Cell,
+    missing: set[frozenset[tuple[str, str]]],
+    excluded: Cell,
+    alone: Mapping[str, tuple[str, ...]],
 ) -> Cell | None:
-    """A cell with the given values that has as many of the missing pairs as a greedy choice finds; None if refused."""
-    if refusals(cell) or sum(cell.get(name) in values for name, values in alone.items()) > 1:
+    """Add the other dimensions to a cell; return None if all cells with its values are refused.
+
+    The choice is greedy: in each dimension, the value with the most missing pairs is tried first.
+
+    Args:
+        cell: values that are decided.
+        missing: pairs that no cell has so far.
+        excluded: values that the cell must not have, by dimension.
+        alone: dimension -> values of which the cell may have only one.
+    """
+    num_alone = sum(cell.get(name) in values for name, values in alone.items())
+    if refusals(cell) or num_alone > 1:
         return None
     open_names = [name for name in DIMENSIONS if name not in cell]
     if not open_names:
         return {name: cell[name] for name in DIMENSIONS}
+    name = open_names[0]
     choices = []
-    for value in DIMENSIONS[open_names[0]]:
-        if without.get(open_names[0]) != value:
-            longer = cell | {open_names[0]: value}
-            choices.append((len(_pairs(longer) & missing), longer))
-    for _, longer in sorted(choices, key=lambda choice: -choice[0]):
-        if found := _completed(longer, missing, without, alone):
-            return found
+    for value in DIMENSIONS[name]:
+        if excluded.get(name) != value:
+            larger_cell = {**cell, name: value}
+            choices.append((len(_pairs(larger_cell) & missing), larger_cell))
+    choices.sort(key=lambda choice: -choice[0])  # of equally many, the first value
+    for _, larger_cell in choices:
+        completed = _complete(larger_cell, missing, excluded, alone)
+        if completed is not None:
+            return completed
     return None
 
 
 def refused_cells() -> Iterator[tuple[Cell, Refusal]]:
-    """Every refusal by itself: values that it refuses, and everything else as it is by default or has to be."""
+    """Yield every refusal by itself: with values that it refuses, and others as close to the defaults as possible."""
     for refusal in REFUSALS:
-        for cell in refusal.cells():
-            others = [name for name in DIMENSIONS if name not in cell]
-            choices = (cell | dict(zip(others, rest, strict=True)) for rest in _by_distance(others))
-            yield next(whole for whole in choices if refusals(whole)[:1] == [refusal]), refusal
+        for refused in refusal.cells():
+            open_names = [name for name in DIMENSIONS if name not in refused]
+            for values in _by_distance(open_names):
+                cell = {**refused, **dict(zip(open_names, values, strict=True))}
+                if refusals(cell)[:1] == [refusal]:  # otherwise a run would give another reason
+                    yield cell, refusal
+                    break
+            else:
+                raise ValueError(f"{refused} is always refused for another reason than: {refusal.reason}")
 
 
 def _by_distance(names: list[str]) -> Iterator[tuple[str, ...]]:
-    """All values of some dimensions, those with the fewest that are not the default first."""
-    for count in range(3):
-        for changed in itertools.combinations(names, count):
-            yield from itertools.product(*(DIMENSIONS[n][1:] if n in changed else DIMENSIONS[n][:1] for n in names))
+    """Yield the values of some dimensions, at first the defaults, then those with one or two others."""
+    for num_changed in range(3):
+        for changed in itertools.combinations(names, num_changed):
+            choices = []
+            for name in names:
+                default, *others = DIMENSIONS[name]
+                choices.append(others if name in changed else [default])
+            yield from itertools.product(*choices)
 
 
 # Dimensions that change how a run computes, not what.
@@ -207,23 +241,36 @@ HOW = ("checkpointing", "offload", "compile", "mesh", "in_backward")
 
 
 def plain(cell: Cell) -> Cell:
-    """The cell that computes the same in the plainest way: on one device, with everything kept."""
-    return cell | {name: DIMENSIONS[name][0] for name in HOW}
+    """Return the cell that computes the same in the plainest way: on one device, with everything kept."""
+    defaults = {name: DIMENSIONS[name][0] for name in HOW}
+    return {**cell, **defaults}
 
 
 def shown(value: str) -> str:
-    """A value as the docs call it."""
+    """Return a value as the docs call it."""
     return SHOWN.get(value, f"``{value}``")
 
 
+def list_table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table in reStructuredText; the first row is its header."""
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for first, *others in rows:
+        lines.append(f"   * - {first}".rstrip())
+        lines += [f"     - {text}".rstrip() for text in others]
+    return lines
+
+
 def table() -> str:
-    """The tables as reStructuredText: what is trained in all pairs, and what is refused."""
-    lines = [".. list-table::", "   :header-rows: 1", "", "   * - dimension", "     - values"]
+    """Return the tables as reStructuredText: what is trained in all pairs, and what is refused."""
+    dimensions = [["dimension", "values"]]
     for name, values in DIMENSIONS.items():
-        lines += [f"   * - {SHOWN[name]}", f"     - {', '.join(shown(value) for value in values)}"]
-    lines += ["", "Refused are:", "", ".. list-table::", "   :header-rows: 1", ""]
-    lines += ["   * - this", "     - with this", "     - because"]
+        dimensions.append([SHOWN[name], ", ".join(map(shown, values))])
+    refused = [["this", "with this", "because"]]
     for refusal in REFUSALS:
-        first, *rest = (f"{SHOWN[n]}: {', '.join(shown(v) for v in values)}" for n, values in refusal.when.items())
-        lines += [f"   * - {first}", f"     - {'; '.join(rest) or 'a CPU'}", f"     - {refusal.reason}"]
+        conditions = []
+        for name, values in refusal.when.items():
+            conditions.append(f"{SHOWN[name]}: {', '.join(map(shown, values))}")
+        others = "; ".join(conditions[1:]) or "a CPU"  # on which the tests run
+        refused.append([conditions[0], others, refusal.reason])
+    lines = [*list_table(dimensions), "", "Refused are:", "", *list_table(refused)]
     return "\n".join(lines) + "\n"

@@ -4,15 +4,18 @@ It takes some minutes, so that no test compares the file; run it after a change 
 the simulation (``python tools/expert_table.py``).
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from composition_table import list_table
+
 from torchtune._cli._find_recipe import recipe_named_by
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run, parse_cluster
-from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._roofline import step_time
+from torchtune.estimate._simulate import simulated_cluster
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "tables" / "experts.rst"
@@ -28,51 +31,60 @@ TOKENS = (1024, 8192)  # of a GPU in a step
 GIB = 2**30
 
 
-def measured(main: Any, config: Path, overrides: list[str], processes: int, device: Any) -> tuple[float, float]:
-    """Milliseconds of a step, and GiB at its peak."""
+def simulate(main: Any, config: Path, overrides: list[str], processes: int, device: Any) -> tuple[float, float]:
+    """Return the milliseconds of a step, and the GiB at its peak."""
     settings = load_and_check(config, overrides, main)
-    found = estimate_run(main, settings, processes, per_machine=device.per_machine)
-    return step_time(found.work.values(), device).total * 1e3, found.peak / GIB
+    estimate = estimate_run(main, settings, processes, per_machine=device.per_machine)
+    milliseconds = step_time(estimate.work.values(), device).total * 1e3
+    return milliseconds, estimate.peak / GIB
 
 
 def rows() -> Iterator[list[str]]:
-    """The cells of every row."""
+    """Yield the rows of the table: a run for each cluster, model, method and number of tokens."""
     for cluster, sizes in CLUSTERS.items():
         processes, device = parse_cluster(cluster)
         with simulated_cluster(processes, device.per_machine):
-            for title, model in MODELS.items():
-                for method, prefix in METHODS.items():
-                    config = ROOT / "recipes" / "configs" / "qwen3_moe" / f"30B_A3B_{method}.yaml"
-                    main = recipe_named_by(config).load_main()
-                    for tokens in TOKENS:
-                        given = [model.format(prefix), f"tokenizer.max_seq_len={tokens}", "batch_size=1"]
-                        found = {}
-                        for ep in sizes:
-                            overrides = [*given, f"expert_parallel_dim={ep}"]
-                            found[ep] = measured(main, config, overrides, processes, device)
-                        yield [f"{title}, {method}", str(processes), f"{tokens:,}", *cells(found, device.memory)]
+            for (title, model), (method, prefix) in itertools.product(MODELS.items(), METHODS.items()):
+                config = ROOT / "recipes" / "configs" / "qwen3_moe" / f"30B_A3B_{method}.yaml"
+                main = recipe_named_by(config).load_main()
+                for tokens in TOKENS:
+                    overrides = [model.format(prefix), f"tokenizer.max_seq_len={tokens}", "batch_size=1"]
+                    results = {}
+                    for size in sizes:
+                        sized = [*overrides, f"expert_parallel_dim={size}"]
+                        results[size] = simulate(main, config, sized, processes, device)
+                    yield [f"{title}, {method}", str(processes), f"{tokens:,}", *cells(results, device.memory)]
 
 
-def cells(found: dict[int, tuple[float, float]], memory: float) -> Iterator[str]:
-    """Time and peak of every size; the fastest is bold, and what needs more than ``memory`` GiB says so."""
-    fastest = min(time for time, _ in found.values())
+def cells(results: dict[int, tuple[float, float]], memory: float) -> Iterator[str]:
+    """Yield time and peak for each size of the expert dimension; the fastest time is bold.
+
+    Args:
+        results: milliseconds and GiB by size.
+        memory: GiB of a device, which a result may exceed.
+    """
+    fastest = min(time for time, _ in results.values())
     for size in (1, 8, 64):
-        if size not in found:
+        if size not in results:
             yield "—"
             continue
-        time, peak = found[size]
-        bold = "**" if time == fastest else ""
-        yield f"{bold}{time:,.0f} ms{bold}, {peak:,.1f} GiB{' (does not fit)' * (peak > memory)}"
+        time, peak = results[size]
+        text = f"{time:,.0f} ms"
+        if time == fastest:
+            text = f"**{text}**"
+        text += f", {peak:,.1f} GiB"
+        if peak > memory:
+            text += " (does not fit)"
+        yield text
 
 
 def main() -> None:
     """Write the table."""
-    lines = [".. list-table::", "   :header-rows: 1", ""]
-    head = ["run", "GPUs", "tokens a GPU", "1 (FSDP)", "8", "64"]
-    for row in [head, *rows()]:
+    table = [["run", "GPUs", "tokens a GPU", "1 (FSDP)", "8", "64"]]
+    for row in rows():
         print(" | ".join(row), flush=True)
-        lines += [f"   {'*' if index == 0 else ' '} - {text}" for index, text in enumerate(row)]
-    TABLE.write_text("\n".join(lines) + "\n")
+        table.append(row)
+    TABLE.write_text("\n".join(list_table(table)) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
+from composition_table import list_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -24,7 +26,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def cases() -> dict[str, Any]:
-    """The cases of the benchmark, by name."""
+    """Return the cases of the benchmark by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
         from gpu_cases import CASES
@@ -34,26 +36,34 @@ def cases() -> dict[str, Any]:
 
 
 def page(results: Path = RESULTS) -> str:
-    """All tables as reStructuredText, a section for each device and release of torch."""
-    folders = [folder for folder in sorted(results.glob("*")) if any(folder.glob("*.json"))]
-    return "\n".join("\n".join(section(folder)) for folder in folders) if folders else NOT_YET
+    """Return all tables as reStructuredText, a section for each device and release of torch."""
+    sections = []
+    for folder in sorted(results.glob("*")):
+        if any(folder.glob("*.json")):
+            sections.append("\n".join(section(folder)))
+    if not sections:
+        return NOT_YET
+    return "\n".join(sections)
 
 
 def section(folder: Path) -> Iterator[str]:
-    """Lines about a device."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    """Yield the lines about a device."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     device, _, version = folder.name.rpartition("-torch")
     title = f"{device.replace('-', ' ')}, PyTorch {version}"
     yield from (title, "-" * len(title), "")
-    yield from table(list(speed(found)))
+    yield from (*list_table(speed(results)), "")
     yield from ("Milliseconds of kernels in a step as it is, by kind of layer:", "")
-    yield from table(list(kernels(found)))
-    yield from notes(found)
+    yield from (*list_table(kernels(results)), "")
+    yield from notes(results)
+    yield ""
 
 
-def speed(found: Results) -> Iterator[list[str]]:
-    """Rows of the table of speed and memory."""
-    kept = yaml.safe_load(SIMULATED.read_text()) if SIMULATED.exists() else {}
+def speed(results: Results) -> Iterator[list[str]]:
+    """Yield the rows of the table of speed and memory."""
+    simulations = {}
+    if SIMULATED.exists():
+        simulations = yaml.safe_load(SIMULATED.read_text())
     yield [
         "case",
         "tokens/s",
@@ -68,79 +78,90 @@ def speed(found: Results) -> Iterator[list[str]]:
         "peak GiB",
     ]
     for name, case in cases().items():
-        ours, theirs = found.get(f"{name}.ours", {}), found.get(f"{name}.transformers", {})
-        simulated = kept.get(name, {})
+        library = results.get(f"{name}.ours", {})
+        transformers = results.get(f"{name}.transformers", {})
+        simulated_peak = NOTHING
+        simulated_speed = NOTHING
+        if name in simulations:
+            simulation = simulations[name]
+            simulated_peak = f"{simulation['peak_gib']:.1f}"
+            simulated_speed = f"{case.tokens / simulation['seconds']:,.0f}"
+        host_waits = NOTHING
+        if "host_syncs" in library:
+            host_waits = str(sum(library["host_syncs"].values()))
         yield [
             case.title,
-            number(ours, "eager", "tokens_per_second"),
-            number(ours, "compiled", "tokens_per_second"),
-            number(ours, "compiled", "mfu", form="{:.0%}"),
-            number(ours, "eager", "peak_gib", form="{:.1f}"),
-            f"{simulated['peak_gib']:.1f}" if simulated else NOTHING,
-            f"{case.tokens / simulated['seconds']:,.0f}" if simulated else NOTHING,
-            str(sum(ours["host_syncs"].values())) if "host_syncs" in ours else NOTHING,
-            number(theirs, "eager", "tokens_per_second"),
-            number(theirs, "compiled", "tokens_per_second"),
-            number(theirs, "eager", "peak_gib", form="{:.1f}"),
+            number(library, "eager", "tokens_per_second"),
+            number(library, "compiled", "tokens_per_second"),
+            number(library, "compiled", "mfu", form="{:.0%}"),
+            number(library, "eager", "peak_gib", form="{:.1f}"),
+            simulated_peak,
+            simulated_speed,
+            host_waits,
+            number(transformers, "eager", "tokens_per_second"),
+            number(transformers, "compiled", "tokens_per_second"),
+            number(transformers, "eager", "peak_gib", form="{:.1f}"),
         ]
 
 
-def kernels(found: Results) -> Iterator[list[str]]:
-    """Rows of the table of kernels; kinds in the order of their time over all cases."""
-    known = {
-        name: found[f"{name}.ours"]["kernels_ms"] for name in cases() if "kernels_ms" in found.get(f"{name}.ours", {})
-    }
-    kinds = {kind for times in known.values() for kind in times}
-    order = sorted(kinds, key=lambda kind: (-sum(times.get(kind, 0.0) for times in known.values()), kind))
-    yield ["case", *order]
-    for name, times in known.items():
-        cells = [f"{times[kind]:,.1f}" if kind in times else NOTHING for kind in order]
-        yield [cases()[name].title, *cells]
+def kernels(results: Results) -> Iterator[list[str]]:
+    """Yield the rows of the table of kernels; kinds of layers are in the order of their time over all cases."""
+    times_of_cases: dict[str, dict[str, float]] = {}  # name -> kind of layer -> milliseconds
+    total_times: Counter[str] = Counter()
+    for name in cases():
+        times = results.get(f"{name}.ours", {}).get("kernels_ms")
+        if times is not None:
+            times_of_cases[name] = times
+            total_times.update(times)
+    kinds = sorted(total_times, key=lambda kind: (-total_times[kind], kind))
+    yield ["case", *kinds]
+    for name, times in times_of_cases.items():
+        row = [cases()[name].title]
+        for kind in kinds:
+            row.append(f"{times[kind]:,.1f}" if kind in times else NOTHING)
+        yield row
 
 
-def notes(found: Results) -> Iterator[str]:
-    """Lines about sampling, tests and errors."""
+def notes(results: Results) -> Iterator[str]:
+    """Yield lines about sampling, tests and errors."""
     for name, case in cases().items():
         for side in ("ours", "transformers"):
-            split = found.get(f"{name}.{side}", {}).get("eager", {})
+            split = results.get(f"{name}.{side}", {}).get("eager", {})
             if "generate_seconds" in split:
                 yield (
                     f"- {case.title}, {side}: {split['generate_seconds']:.2f} s of sampling "
                     f"({split['generated_per_second']:,.0f} tokens/s) and {split['train_seconds']:.2f} s of training."
                 )
-    tests = [result for name, result in found.items() if name.startswith("tests.")]
+    tests = [result for name, result in results.items() if name.startswith("tests.")]
     if tests:
-        failed = sum(len(result["failed"]) for result in tests)
-        yield f"- GPU tests: {sum(result['passed'] for result in tests)} passed, {failed} failed."
-    for name, result in found.items():
+        num_passed = sum(result["passed"] for result in tests)
+        num_failed = sum(len(result["failed"]) for result in tests)
+        yield f"- GPU tests: {num_passed} passed, {num_failed} failed."
+    for name, result in results.items():
         if "error" in result:
-            yield f"- {name}: ``{' '.join(result['error'].replace('`', ' ').split())}``"
-    yield ""
+            # In one line, without the quotation marks of reStructuredText.
+            message = " ".join(result["error"].replace("`", " ").split())
+            yield f"- {name}: ``{message}``"
 
 
 def number(result: dict[str, Any], stage: str, name: str, form: str = "{:,.0f}") -> str:
-    """A cell."""
+    """Return a number of a result as the text of a cell; a dash if it was not measured."""
     value = result.get(stage, {}).get(name)
-    return NOTHING if value is None else form.format(value)
-
-
-def table(rows: list[list[str]]) -> Iterator[str]:
-    """Lines of a table with a header."""
-    yield from (".. list-table::", "   :header-rows: 1", "")
-    for row in rows:
-        yield from (f"   {'*' if index == 0 else ' '} - {text}" for index, text in enumerate(row))
-    yield ""
+    if value is None:
+        return NOTHING
+    return form.format(value)
 
 
 def simulate_cases() -> dict[str, dict[str, float]]:
-    """Peak and step time of each case, by its recipe with the benchmark's settings."""
+    """Return peak and step time of each case, simulated by its recipe with the benchmark's settings."""
     from torchtune._cli._find_recipe import recipe_named_by
     from torchtune.config import load_and_check
     from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
     from torchtune.estimate._roofline import step_time
     from torchtune.estimate._simulate import simulate
 
-    found, device = {}, parse_cluster(DEVICE)[1]
+    _, device = parse_cluster(DEVICE)
+    simulations = {}
     for name, case in cases().items():
         if case.config is None:
             continue
@@ -149,21 +170,23 @@ def simulate_cases() -> dict[str, dict[str, float]]:
         settings = load_and_check(config, overrides(case), main)
         if case.layers is None:
             estimate = estimate_run(main, settings)
-            peak, work = estimate.peak, estimate.work.values()
-        else:
-            models = {"model": build_on_meta(settings)[0]}
-            observer = simulate(main, settings, kept={("model", "text"): range(case.layers)}, models=models)
+            peak = estimate.peak
+            work = estimate.work.values()
+        else:  # the benchmark has the first layers alone
+            model, _, _ = build_on_meta(settings)
+            kept = {("model", "text"): range(case.layers)}
+            observer = simulate(main, settings, kept=kept, models={"model": model})
             peak = max(moment.total for moment in observer.ledger.peaks().values())
             work = observer.work.values()
-        total = step_time(work, device).total
-        found[name] = {"peak_gib": round(peak / 2**30, 2), "seconds": round(total, 3)}
-        print(name, found[name], flush=True)
-    return found
+        seconds = step_time(work, device).total
+        simulations[name] = {"peak_gib": round(peak / 2**30, 2), "seconds": round(seconds, 3)}
+        print(name, simulations[name], flush=True)
+    return simulations
 
 
 def overrides(case: Any) -> list[str]:
-    """The benchmark's settings, as overrides of a config."""
-    given = [
+    """Return the benchmark's settings, as overrides of a config."""
+    settings = [
         f"batch_size={case.packs}",
         f"tokenizer.max_seq_len={case.pack}",
         "gradient_accumulation_steps=1",
@@ -174,9 +197,12 @@ def overrides(case: Any) -> list[str]:
         "clip_grad_norm=null",
     ]
     if case.lora:
-        given += ["model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]", "model.lora_rank=16"]
-        given += [f"model.apply_lora_to_mlp={'moe' not in case.builder}"]
-    return given
+        settings += [
+            "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]",
+            "model.lora_rank=16",
+            f"model.apply_lora_to_mlp={'moe' not in case.builder}",  # not to experts
+        ]
+    return settings
 
 
 if __name__ == "__main__":

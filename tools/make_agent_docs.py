@@ -23,7 +23,7 @@ RECIPE = "lora_finetune_single_device"
 
 
 def command_lines() -> str:
-    """The subcommands of ``tune``, one a line."""
+    """Return a line for each subcommand of ``tune``."""
     lines = []
     for subcommand in SUBCOMMANDS:
         usage = subcommand.usage or f"tune {subcommand.name}"
@@ -33,7 +33,7 @@ def command_lines() -> str:
 
 
 def recipe_lines() -> str:
-    """The recipes with their first sentence, one a line."""
+    """Return a line for each recipe, with its first sentence."""
     lines = []
     for recipe in get_all_recipes():
         sentence = recipe.sentence.replace("``", "`")
@@ -42,17 +42,17 @@ def recipe_lines() -> str:
 
 
 def schema_of(recipe: str) -> dict[str, Any]:
-    """The JSON schema of a recipe's config."""
+    """Return the JSON schema of a recipe's config."""
     return json_schema(resolve_recipe(recipe).load_main())
 
 
 def setting_line(name: str, setting: dict[str, Any], facts: str) -> str:
-    """One line of a list of settings."""
+    """Return a line of a list of settings."""
     return f"- `{name}` ({facts}): {setting.get('description', '')}".rstrip(": ")
 
 
 def default_of(name: str, schema: dict[str, Any]) -> str:
-    """``required``, or the default of a setting."""
+    """Return ``required``, or the default of a setting."""
     if name in schema.get("required", []):
         return "required"
     value = json.dumps(schema["properties"][name].get("default")).strip('"')
@@ -60,7 +60,7 @@ def default_of(name: str, schema: dict[str, Any]) -> str:
 
 
 def setting_lines() -> str:
-    """The settings of the recipe, one a line."""
+    """Return a line for each setting of ``RECIPE``."""
     schema = schema_of(RECIPE)
     lines = []
     for name, setting in schema["properties"].items():
@@ -69,67 +69,82 @@ def setting_lines() -> str:
 
 
 def other_setting_lines() -> str:
-    """Settings that other recipes have besides, one a line, with the recipes that have them."""
-    known = schema_of(RECIPE)["properties"].keys()
+    """Return a line for each setting that other recipes have besides, with the recipes that have it."""
+    listed = schema_of(RECIPE)["properties"].keys()
     settings: dict[str, tuple[dict[str, Any], str]] = {}
     recipes: dict[str, list[str]] = {}
     for recipe in get_all_recipes():
         schema = schema_of(recipe.name)
         for name, setting in schema["properties"].items():
-            if name not in known:
+            if name not in listed:
                 settings.setdefault(name, (setting, default_of(name, schema)))
                 recipes.setdefault(name, []).append(recipe.name)
     lines = []
     for name, (setting, default) in settings.items():
-        owners = ", ".join(recipes[name]).replace("full_finetune_distributed", "distributed")
-        owners = owners.replace(", lora_finetune_distributed", "").replace("knowledge_distillation", "distillation")
+        owners = ", ".join(recipes[name])
+        # The two distributed recipes have the same settings besides, and are named once.
+        owners = owners.replace("full_finetune_distributed", "distributed").replace(", lora_finetune_distributed", "")
+        owners = owners.replace("knowledge_distillation", "distillation")
         lines.append(setting_line(name, setting, f"{owners}; {default}"))
     return "\n".join(lines)
 
 
 def page_lines() -> str:
-    """The pages of the documentation with title and first sentence, as links from the root of the site."""
+    """Return a line for each page of the documentation: a link from the root of the site, and the first sentence."""
     lines = []
     for path in sorted((ROOT / "docs").glob("*.rst")):
         title, _, *body = path.read_text(encoding="utf-8").splitlines()
+        line = f"- [{title}]({path.stem}.html)"
         sentence = _first_sentence(body)
-        lines.append(f"- [{title}]({path.stem}.html)" + (f": {sentence}" if sentence else ""))
+        if sentence:
+            line += f": {sentence}"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def _first_sentence(lines: list[str]) -> str:
-    """The first sentence of a page below its title, as plain text; empty if the page begins with a section."""
+    """Return the first sentence below a page's title, as plain text; empty if the page begins with a section."""
     paragraph = "\n".join(lines).strip("\n").split("\n\n")[0]
     if paragraph.startswith("..") or re.search(r"\n-{3,}", paragraph):
         return ""
     text = " ".join(paragraph.split())
-    text = re.sub(r":\w+:`([^`<]*?)(?: <[^`]*>)?`", r"\1", text).replace("``", "`")
+    text = re.sub(r":\w+:`([^`<]*?)(?: <[^`]*>)?`", r"\1", text)  # :doc:`title <page>` -> title
+    text = text.replace("``", "`")
     return re.split(r"(?<=[.:])\s", text, maxsplit=1)[0].rstrip(":")
 
 
 def texts() -> dict[Path, str]:
-    """The files and what they should hold."""
-    values = {"commands": command_lines(), "recipes": recipe_lines()}
-    agents = _filled("AGENTS.md", settings=setting_lines(), other_settings=other_setting_lines(), **values)
-    return {ROOT / "AGENTS.md": agents, ROOT / "docs" / "llms.txt": _filled("llms.txt", pages=page_lines(), **values)}
-
-
-def _filled(template: str, **values: str) -> str:
-    # Commands begin with "$ ", which stands for itself.
-    return string.Template((TEMPLATES / template).read_text(encoding="utf-8")).safe_substitute(values)
+    """Return the text of each file."""
+    values = {
+        "commands": command_lines(),
+        "recipes": recipe_lines(),
+        "settings": setting_lines(),
+        "other_settings": other_setting_lines(),
+        "pages": page_lines(),
+    }
+    files = {}
+    for path in (ROOT / "AGENTS.md", ROOT / "docs" / "llms.txt"):
+        template = string.Template((TEMPLATES / path.name).read_text(encoding="utf-8"))
+        files[path] = template.safe_substitute(values)  # leaves the "$ " before commands as it is
+    return files
 
 
 def main() -> int:
-    """Write or check; returns the number of files that differ."""
+    """Write or check; return the number of files that differ and were not written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not current")
-    check = parser.parse_args().check
-    differing = {path: text for path, text in texts().items() if not path.exists() or path.read_text() != text}
-    for path, text in differing.items():
-        print(f"{path.relative_to(ROOT)} {'is not current' if check else 'was written'}")
-        if not check:
+    args = parser.parse_args()
+    num_differing = 0
+    for path, text in texts().items():
+        if path.exists() and path.read_text() == text:
+            continue
+        if args.check:
+            num_differing += 1
+            print(f"{path.relative_to(ROOT)} is not current")
+        else:
             path.write_text(text)
-    return len(differing) if check else 0
+            print(f"{path.relative_to(ROOT)} was written")
+    return num_differing
 
 
 if __name__ == "__main__":

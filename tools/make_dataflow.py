@@ -44,8 +44,14 @@ WEIGHTS = (
     ),
 )
 
-WIDTH, BOX, HEIGHT, GAP, LEFT = 1160, 254, 58, 30, 14
-DATA_TOP, WEIGHTS_TOP, ROW = 44, 356, 96
+WIDTH = 1160
+LEFT = 14  # margin
+BOX = 254  # width of a box
+HEIGHT = 58  # of a box
+GAP = 30  # between two boxes of a row
+ROW = 96  # from the top of a row to the top of the next one
+DATA_TOP = 44
+WEIGHTS_TOP = 356
 
 # Mid-gray arrows, and text on filled boxes: readable on light and dark pages.
 STYLE = """
@@ -60,11 +66,18 @@ STYLE = """
 
 
 def _left(column: int) -> int:
+    """Return the left edge of a box."""
     return LEFT + column * (BOX + GAP)
 
 
+def _middle(column: int) -> int:
+    """Return the horizontal middle of a box."""
+    return _left(column) + BOX // 2
+
+
 def _box(kind: str, column: int, top: int, title: str, code: str) -> list[str]:
-    middle = _left(column) + BOX // 2
+    """Draw a box with its title and a name in code."""
+    middle = _middle(column)
     return [
         f'<rect class="{kind}" x="{_left(column)}" y="{top}" width="{BOX}" height="{HEIGHT}" rx="7"/>',
         f'<text class="title" x="{middle}" y="{top + 25}">{escape(title)}</text>',
@@ -73,35 +86,42 @@ def _box(kind: str, column: int, top: int, title: str, code: str) -> list[str]:
 
 
 def _arrow(*points: tuple[int, int]) -> str:
-    return f'<path class="arrow" d="M {" L ".join(f"{x} {y}" for x, y in points)}"/>'
+    """Draw an arrow along some points, with its tip at the last one."""
+    line = " L ".join(f"{x} {y}" for x, y in points)
+    return f'<path class="arrow" d="M {line}"/>'
 
 
 def _rows(kind: str, rows: tuple, top: int) -> list[str]:
-    """Boxes of each row, with arrows from each to the next one on its right."""
-    drawn = []
+    """Draw the boxes of each row, with arrows from each to the next one on its right."""
+    elements = []
     for number, row in enumerate(rows):
-        y = top + number * ROW
+        row_top = top + number * ROW
+        y = row_top + HEIGHT // 2
         for column, (title, code) in enumerate(row):
-            drawn += _box(kind, column, y, title, code)
-            if column:
-                drawn.append(_arrow((_left(column) - GAP, y + HEIGHT // 2), (_left(column) - 3, y + HEIGHT // 2)))
-    return drawn
+            elements += _box(kind, column, row_top, title, code)
+            if column > 0:
+                elements.append(_arrow((_left(column) - GAP, y), (_left(column) - 3, y)))
+    return elements
 
 
 def _back(top: int) -> str:
-    """Arrow from the last box of a row to the first one of the next row."""
-    right, left, between = _left(3) + BOX // 2, _left(0) + BOX // 2, top + HEIGHT + (ROW - HEIGHT) // 2
+    """Draw an arrow from the last box of a row to the first one of the next row."""
+    right = _middle(3)
+    left = _middle(0)
+    between = top + HEIGHT + (ROW - HEIGHT) // 2  # half-way between the rows
     return _arrow((right, top + HEIGHT), (right, between), (left, between), (left, top + ROW - 3))
 
 
 def picture() -> str:
-    """The text of the SVG."""
-    load, save = WEIGHTS_TOP, WEIGHTS_TOP + ROW
-    middle = [_left(column) + BOX // 2 for column in range(4)]
-    save_row = [_box("weights", column, save, *WEIGHTS[1][column]) for column in range(4)]
-    save_arrows = [
-        _arrow((_left(column), save + HEIGHT // 2), (_left(column) - GAP + 3, save + HEIGHT // 2)) for column in (1, 2)
-    ]
+    """Return the text of the SVG."""
+    load = WEIGHTS_TOP
+    save = WEIGHTS_TOP + ROW
+    save_row = []
+    for column in range(4):
+        save_row += _box("weights", column, save, *WEIGHTS[1][column])
+    for column in (1, 2):  # from right to left: from the parameters to the files
+        y = save + HEIGHT // 2
+        save_row.append(_arrow((_left(column), y), (_left(column) - GAP + 3, y)))
     body = [
         f'<text class="head" x="{LEFT}" y="28">Data: from a row to an optimizer step</text>',
         *_rows("data", DATA, DATA_TOP),
@@ -109,19 +129,21 @@ def picture() -> str:
         _back(DATA_TOP + ROW),
         f'<text class="head" x="{LEFT}" y="{load - 14}">Weights: from a shard file to a parameter and back</text>',
         *_rows("weights", WEIGHTS[:1], load),
-        *(line for box in save_row for line in box),
-        *save_arrows,
+        *save_row,
         # The optimizer updates the parameters; both kinds of files are written from them.
         _arrow(
-            (middle[2], DATA_TOP + 2 * ROW + HEIGHT),
-            (middle[2], load - 30),
-            (middle[3] - 40, load - 30),
-            (middle[3] - 40, load - 3),
+            (_middle(2), DATA_TOP + 2 * ROW + HEIGHT),
+            (_middle(2), load - 30),
+            (_middle(3) - 40, load - 30),
+            (_middle(3) - 40, load - 3),
         ),
-        f'<text class="note" x="{middle[3] + 30}" y="{load - 14}">updates</text>',
-        _arrow((middle[3], load + HEIGHT), (middle[3], save - 3)),
+        f'<text class="note" x="{_middle(3) + 30}" y="{load - 14}">updates</text>',
+        _arrow((_middle(3), load + HEIGHT), (_middle(3), save - 3)),
         _arrow(
-            (middle[3] - 60, load + HEIGHT), (middle[3] - 60, save - 19), (middle[2], save - 19), (middle[2], save - 3)
+            (_middle(3) - 60, load + HEIGHT),
+            (_middle(3) - 60, save - 19),
+            (_middle(2), save - 19),
+            (_middle(2), save - 3),
         ),
     ]
     height = save + HEIGHT + 16

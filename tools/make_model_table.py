@@ -9,12 +9,13 @@ import importlib
 import inspect
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import yaml
+from composition_table import list_table
 from torch import nn
 
 from torchtune._config_templates import models, render, shipped_configs, usual_methods
@@ -28,20 +29,23 @@ MIXERS = {"DeltaNetMixer": "linear attention", "Mamba2Mixer": "Mamba", "ShortCon
 
 @functools.cache
 def parameters(d: Description, spec: ModelSpec) -> int:
-    """Parameters of a model, counted on the meta device; of layers that are all alike, on two models of few layers."""
+    """Count the parameters of a model on the meta device; if all layers are alike, on two models of few layers."""
 
-    def count(layers: int) -> int:
+    def count(num_layers: int) -> int:
+        """Return the parameters of the model with so many layers."""
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in build(replace(d, num_layers=layers), spec).parameters())
+            model = build(replace(d, num_layers=num_layers), spec)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     if spec.builder is not None or d.expertless_layers or d.mixer_layers or d.window_layers or d.num_layers < 2:
         return count(d.num_layers)
-    one = count(1)
-    return one + (d.num_layers - 1) * (count(2) - one)
+    first = count(1)
+    layer = count(2) - first
+    return first + (d.num_layers - 1) * layer
 
 
 def made_by(builder: Callable[[], nn.Module], d: Description, spec: ModelSpec) -> tuple[Description, ModelSpec]:
-    """Description and family of what a builder makes; of text decoders, those of the table of sizes."""
+    """Return description and family of the model that a builder makes; of a text decoder, those of the table."""
     if inspect.signature(builder).return_annotation is not EarlyFusionModel:
         return d, spec
     with torch.device("meta"):
@@ -50,15 +54,16 @@ def made_by(builder: Callable[[], nn.Module], d: Description, spec: ModelSpec) -
 
 
 def features(d: Description) -> list[str]:
-    """What sets a family's arithmetic apart, in words."""
-    found = [
+    """Return what sets a family's arithmetic apart, in words."""
+    scaling = type(d.rope_scaling).__name__.removesuffix("RopeScaling").lower()
+    candidates = [
         (d.tie_word_embeddings, "tied output"),
         (d.q_bias, "biases"),
         (d.has_qk_norm, "norms of queries and keys"),
         (d.norm_order != "pre", "norms after"),
         (d.window is not None and len(d.window_layers) == d.num_layers, "windows"),
         (d.window is not None and len(d.window_layers) < d.num_layers, "windows in some layers"),
-        (d.rope_scaling is not None, type(d.rope_scaling).__name__.removesuffix("RopeScaling").lower() + " positions"),
+        (d.rope_scaling is not None, f"{scaling} positions"),
         (d.rope_dim < d.head_dim and not d.kv_latent_dim, "partial rotation"),
         (bool(d.kv_latent_dim), "latent attention"),
         (d.mixer is not None, f"{MIXERS.get(type(d.mixer).__name__)} in some layers"),
@@ -71,12 +76,12 @@ def features(d: Description) -> list[str]:
         (d.shared_kv_layers > 0, "keys of other layers in some"),
         (d.layer_embed_dim > 0, "embeddings in every layer"),
     ]
-    return [text for holds, text in found if holds]
+    return [text for has_feature, text in candidates if has_feature]
 
 
 def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
-    """Builder's path -> names of its usual configs, with or without an adapter; and package -> tokenizers."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """Return path of a builder -> its usual configs, with or without an adapter; and module -> tokenizers."""
+    names_of_builders: dict[str, list[str]] = defaultdict(list)
     tokenizers: dict[str, set[str]] = defaultdict(set)
     texts = dict(shipped_configs())
     for model in models()["models"]:
@@ -84,77 +89,90 @@ def _configs() -> tuple[dict[str, list[str]], dict[str, set[str]]]:
             texts[f"{model}_{method}"] = render(f"{model}_{method}", model, method)
     for name in sorted(texts):
         config = yaml.load(texts[name], yaml.CSafeLoader)
-        model = (config.get("model") or config["policy_model"])["_component_"]
-        tokenizer = config.get("tokenizer", {}).get("_component_", "")
-        module, _, builder = model.rpartition(".")
-        found[f"{module}.{builder.removeprefix('q').removeprefix('lora_')}"].append(name)
-        tokenizers[module] |= {tokenizer.rpartition(".")[2]} - {""}
-    return found, tokenizers
+        model = config.get("model") or config["policy_model"]
+        module, _, builder = model["_component_"].rpartition(".")
+        builder = builder.removeprefix("q").removeprefix("lora_")  # of the model without an adapter
+        names_of_builders[f"{module}.{builder}"].append(name)
+        tokenizer = config.get("tokenizer", {}).get("_component_")
+        if tokenizer is not None:
+            tokenizers[module].add(tokenizer.rpartition(".")[2])
+    return names_of_builders, tokenizers
+
+
+def _literals(names: Iterable[str]) -> str:
+    """Return names as literals of reStructuredText, with commas between them."""
+    return ", ".join(f"``{name}``" for name in names)
 
 
 def family(name: str, spec: ModelSpec, configs: dict[str, list[str]], tokenizers: dict[str, set[str]]) -> str:
-    """The section of one family."""
+    """Return the section of a family.
+
+    Args:
+        name: name of the family's module.
+        spec: the family.
+        configs: path of a builder -> names of configs.
+        tokenizers: module -> names of tokenizers in its configs.
+    """
     module = importlib.import_module(f"torchtune.models.{name}")
-    sizes = getattr(module, "SIZES", {}) | getattr(module, "REWARD_SIZES", {})
-    apart = features(next(iter(sizes.values()))) if sizes else []
-    known = tokenizers[module.__name__] | {
-        name for name in module.__all__ if name.endswith(("_tokenizer", "_transform"))
-    }
-    known = known or {"hf_tokenizer" if spec.image_processor is None else "image_text_transform"}
-    described = (module.__doc__ or name).strip().partition("\n")[0].rstrip(".")
-    lines = [
-        described,
-        "-" * len(described),
-        "",
-        f"``{module.__name__}``, tokenizer {', '.join(f'``{name}``' for name in sorted(known))}, architecture "
-        + ", ".join(f"``{architecture}``" for architecture in spec.architectures)
-        + (f"; {', '.join(apart)}." if apart else "."),
-        "",
-    ]
-    if not sizes:
-        builder = "from_hf_config" if spec.image_processor is None else "image_text_model"
-        used = [config for found in configs.values() for config in found if config.startswith(f"{name}/")]
-        listed = f"; configs {', '.join(f'``{config}``' for config in used)}" if used else ""
-        return (
-            "\n".join([*lines, f"Any size, from its ``config.json``: ``torchtune.models.{builder}``{listed}."]) + "\n"
-        )
-    lines += [
-        ".. list-table::",
-        "   :header-rows: 1",
-        "",
-        "   * - builder",
-        "     - parameters",
-        "     - context",
-        "     - configs",
-    ]
+    sizes = {**getattr(module, "SIZES", {}), **getattr(module, "REWARD_SIZES", {})}
+    tokenizer_names = set(tokenizers[module.__name__])
+    for public_name in module.__all__:
+        if public_name.endswith(("_tokenizer", "_transform")):
+            tokenizer_names.add(public_name)
+    reads_images = spec.image_processor is not None
+    if not tokenizer_names:
+        tokenizer_names = {"image_text_transform" if reads_images else "hf_tokenizer"}
+    title = (module.__doc__ or name).strip().partition("\n")[0].rstrip(".")
+    facts = f"``{module.__name__}``, tokenizer {_literals(sorted(tokenizer_names))}, architecture "
+    facts += _literals(spec.architectures)
+    if sizes:
+        family_features = features(next(iter(sizes.values())))
+        if family_features:
+            facts += f"; {', '.join(family_features)}"
+    lines = [title, "-" * len(title), "", f"{facts}.", ""]
+    if not sizes:  # its models are built from a checkpoint alone
+        builder = "image_text_model" if reads_images else "from_hf_config"
+        text = f"Any size, from its ``config.json``: ``torchtune.models.{builder}``"
+        config_names = []
+        for names_of_builder in configs.values():
+            config_names += [config for config in names_of_builder if config.startswith(f"{name}/")]
+        if config_names:
+            text += f"; configs {_literals(config_names)}"
+        return "\n".join([*lines, f"{text}."]) + "\n"
+    rows = [["builder", "parameters", "context", "configs"]]
     for builder, description in sizes.items():
-        used = configs.get(f"{module.__name__}.{builder}", [])
-        lines += [
-            f"   * - :func:`{builder} <{module.__name__}.{builder}>`",
-            f"     - {parameters(*made_by(getattr(module, builder), description, spec)):,}",
-            f"     - {description.max_seq_len:,}",
-            f"     - {', '.join(f'``{config}``' for config in used) or '-'}",
-        ]
-    return "\n".join(lines) + "\n"
+        count = parameters(*made_by(getattr(module, builder), description, spec))
+        rows.append(
+            [
+                f":func:`{builder} <{module.__name__}.{builder}>`",
+                f"{count:,}",
+                f"{description.max_seq_len:,}",
+                _literals(configs.get(f"{module.__name__}.{builder}", ())) or "-",
+            ]
+        )
+    return "\n".join([*lines, *list_table(rows)]) + "\n"
 
 
 def page() -> str:
-    """The text of the page."""
-    configs = _configs()
-    return "\n".join(family(name, get_spec(name), *configs) for name in list_specs())
+    """Return the text of the page."""
+    configs, tokenizers = _configs()
+    return "\n".join(family(name, get_spec(name), configs, tokenizers) for name in list_specs())
 
 
 def main() -> int:
-    """Write or check; returns 1 if the page differs and was not to be written."""
+    """Write or check; return 1 if the page differs and was not written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not current")
-    text, check = page(), parser.parse_args().check
+    args = parser.parse_args()
+    text = page()
     if PAGE.exists() and PAGE.read_text() == text:
         return 0
-    print(f"{'not current' if check else 'written'}: {PAGE.relative_to(ROOT)}")
-    if not check:
-        PAGE.write_text(text)
-    return int(check)
+    if args.check:
+        print(f"not current: {PAGE.relative_to(ROOT)}")
+        return 1
+    PAGE.write_text(text)
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    return 0
 
 
 if __name__ == "__main__":

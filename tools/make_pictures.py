@@ -16,8 +16,9 @@ from xml.sax.saxutils import escape
 import yaml
 
 ROOT = Path(__file__).parents[1]
-PICTURES, TABLES = ROOT / "docs" / "pictures", ROOT / "docs" / "tables"
-LEVERS, LOSSES = TABLES / "levers.yaml", TABLES / "quickstart_loss.yaml"
+PICTURES = ROOT / "docs" / "pictures"
+LEVERS = ROOT / "docs" / "tables" / "levers.yaml"
+LOSSES = ROOT / "docs" / "tables" / "quickstart_loss.yaml"
 
 # (label, config, overrides); each lever of full fine-tuning includes those above it.
 _FULL = "llama3_1/8B_full_single_device"
@@ -33,6 +34,7 @@ RUNS = (
     ("QLoRA", "llama3_1/8B_qlora_single_device", _ROWS),
 )
 COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "other")
+COLORS = "abcde"  # classes of the style, one for each component
 
 STYLE = """
     svg { --text: #1d2733; --soft: #5a6773; --line: #d9dee4; --page: #ffffff;
@@ -56,6 +58,7 @@ STYLE = """
 
 
 def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    """Return a picture of some elements."""
     lines = "\n".join(f"  {line}" for line in body)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
@@ -64,32 +67,43 @@ def _svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
 
 
 def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    """Draw a text on the baseline at ``y``; ``kind`` has classes of the style."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, kind: str, radius: int = 2) -> str:
+    """Draw a rectangle with rounded corners."""
     return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}"/>'
 
 
 def _line(x: float, y: float, to_x: float, to_y: float, kind: str = "line") -> str:
+    """Draw a straight line."""
     return f'<path class="{kind}" d="M {x:.1f} {y:.1f} L {to_x:.1f} {to_y:.1f}"/>'
 
 
 def memory(levers: Sequence[dict[str, Any]]) -> str:
     """Draw a stacked bar of GiB by component for each lever."""
-    left, top, row, width, most = 262, 62, 44, 560, 110
-    body, bottom = [], top + row * len(levers)
-    for index, component in enumerate(COMPONENTS):
-        body += [_box(left + index * 112, 14, 12, 12, "abcde"[index]), _text(left + index * 112 + 18, 25, component)]
-    for gib, card in ((24, "24 GiB"), (80, "80 GiB")):
-        x = left + width * gib / most
-        body += [_line(x, top - 14, x, bottom, "limit"), _text(x, top - 18, card, "small middle")]
+    left = 262  # the labels are on the left of it
+    top = 62
+    row = 44  # from a bar to the next one
+    bar = row - 16  # height
+    scale = 560 / 110  # pixels per GiB
+    bottom = top + row * len(levers)
+    body = []
+    for index, component in enumerate(COMPONENTS):  # the legend
+        x = left + index * 112
+        body += [_box(x, 14, 12, 12, COLORS[index]), _text(x + 18, 25, component)]
+    for gib in (24, 80):  # of common cards
+        x = left + scale * gib
+        body += [_line(x, top - 14, x, bottom, "limit"), _text(x, top - 18, f"{gib} GiB", "small middle")]
     for number, lever in enumerate(levers):
-        x, y = float(left), top + number * row
+        x = float(left)
+        y = top + number * row
         body.append(_text(left - 12, y + 19, lever["label"], "end"))
-        for kind, component in zip("abcde", COMPONENTS, strict=True):
-            part = width * lever["gib"][component] / most
-            body += [_box(x, y, part, row - 16, kind)] if part > 0.5 else []
+        for color, component in zip(COLORS, COMPONENTS, strict=True):
+            part = scale * lever["gib"][component]
+            if part > 0.5:  # thinner parts cannot be seen
+                body.append(_box(x, y, part, bar, color))
             x += part
         body.append(_text(x + 8, y + 19, f"{sum(lever['gib'].values()):.1f} GiB", "head"))
     body.append(_line(left, top - 8, left, bottom))
@@ -98,9 +112,14 @@ def memory(levers: Sequence[dict[str, Any]]) -> str:
 
 def mesh(replicas: int = 2, shards: int = 2, parts: int = 2) -> str:
     """Draw the ranks of two machines, with replicas, shards and tensor-parallel groups."""
-    size, height, gap, left, step = 150, 66, 12, 20, 206
-    group = parts * (size + gap) - gap + 24
-    width, body = shards * (group + 16) + 16, []
+    size = 150  # width of a rank
+    height = 66  # of a rank
+    gap = 12  # between two ranks
+    left = 20
+    step = 206  # from a machine to the next one
+    group = parts * (size + gap) - gap + 24  # width of a shard's ranks, with a margin
+    width = shards * (group + 16) + 16  # of a machine
+    body = []
     for replica in range(replicas):
         top = 34 + replica * step
         body.append(_box(left, top, width, height + 84, "frame", 8))
@@ -113,47 +132,53 @@ def mesh(replicas: int = 2, shards: int = 2, parts: int = 2) -> str:
             for part in range(parts):
                 middle = x + 12 + part * (size + gap) + size / 2
                 rank = (replica * shards + shard) * parts + part
-                body.append(_box(middle - size / 2, top + 26, size, height, "ab"[part], 6))
+                heads = "first heads" if part == 0 else "other heads"
+                body.append(_box(middle - size / 2, top + 26, size, height, COLORS[part], 6))
                 body.append(_text(middle, top + 54, f"rank {rank}", "head middle on"))
-                body.append(_text(middle, top + 76, f"{('first', 'other')[part]} heads", "middle on"))
+                body.append(_text(middle, top + 76, heads, "middle on"))
     note = "data_parallel_replicate_dim=2, data_parallel_shard_dim=2, tensor_parallel_dim=2"
     bottom = 34 + replicas * step - 40
     body.append(_text(left, bottom + 16, note, "small"))
-    return _svg(
-        width + 2 * left, bottom + 26, "Eight ranks: two replicas of two shards of two tensor-parallel ranks", body
-    )
+    title = "Eight ranks: two replicas of two shards of two tensor-parallel ranks"
+    return _svg(width + 2 * left, bottom + 26, title, body)
 
 
 def loss(values: Sequence[float]) -> str:
     """Draw a loss curve with a logarithmic axis."""
-    left, top, width, height = 70, 24, 700, 270
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    left = 70
+    top = 24
+    width = 700
+    height = 270
+    # The powers of ten around all values.
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)))
 
-    def place(step: int, value: float) -> tuple[float, float]:
-        return (
-            left + width * step / max(len(values) - 1, 1),
-            top + height * (high - math.log10(value)) / (high - low),
-        )
+    def x_of(step: int) -> float:
+        return left + width * step / max(len(values) - 1, 1)
+
+    def y_of(value: float) -> float:
+        return top + height * (high - math.log10(value)) / (high - low)
 
     body = []
     for power in range(low, high + 1):
-        y = top + height * (high - power) / (high - low)
+        y = y_of(10.0**power)
         body += [_line(left, y, left + width, y), _text(left - 10, y + 5, f"{10.0**power:g}", "small end")]
     for step in (1, *range(20, len(values) + 1, 20)):
-        body.append(_text(place(step - 1, 1)[0], top + height + 22, str(step), "small middle"))
-    points = " L ".join(f"{x:.1f} {y:.1f}" for x, y in (place(step, value) for step, value in enumerate(values)))
-    body += [f'<path class="curve" d="M {points}"/>', _text(left + width, top + height + 42, "step", "small end")]
+        body.append(_text(x_of(step - 1), top + height + 22, str(step), "small middle"))
+    points = " L ".join(f"{x_of(step):.1f} {y_of(value):.1f}" for step, value in enumerate(values))
+    body.append(f'<path class="curve" d="M {points}"/>')
+    body.append(_text(left + width, top + height + 42, "step", "small end"))
     return _svg(800, top + height + 54, "Loss of the quickstart by step", body)
 
 
 def pictures() -> dict[str, str]:
     """Return the text of every picture by file name."""
-    drawn = {"mesh.svg": mesh()}
+    texts = {"mesh.svg": mesh()}
     if LEVERS.exists():
-        drawn["memory.svg"] = memory(yaml.safe_load(LEVERS.read_text()))
+        texts["memory.svg"] = memory(yaml.safe_load(LEVERS.read_text()))
     if LOSSES.exists():
-        drawn["loss.svg"] = loss(yaml.safe_load(LOSSES.read_text())["loss"])
-    return drawn
+        texts["loss.svg"] = loss(yaml.safe_load(LOSSES.read_text())["loss"])
+    return texts
 
 
 def simulate(label: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -163,9 +188,9 @@ def simulate(label: str, config: str, overrides: Sequence[str]) -> dict[str, Any
     from torchtune.estimate import estimate_run
 
     path = resolve_config(config)
-    main_function = recipe_named_by(path).load_main()
-    found = estimate_run(main_function, load_and_check(path, list(overrides), main_function))
-    peak = max(found.peaks.values(), key=lambda one: one.total)
+    recipe_main = recipe_named_by(path).load_main()
+    estimate = estimate_run(recipe_main, load_and_check(path, list(overrides), recipe_main))
+    peak = max(estimate.peaks.values(), key=lambda phase_peak: phase_peak.total)
     gib = {name: round(peak.components[name] / 2**30, 2) for name in COMPONENTS}
     return {"label": label, "run": f"{config} {' '.join(overrides)}", "gib": gib}
 
@@ -179,8 +204,12 @@ def main() -> None:
     if args.simulate:
         LEVERS.write_text(yaml.safe_dump([simulate(*run) for run in RUNS], sort_keys=False, width=200))
     if args.log:
-        losses = [row["loss"] for row in map(json.loads, args.log.read_text().splitlines()) if "loss" in row]
-        LOSSES.write_text(yaml.safe_dump({"loss": [round(value, 4) for value in losses]}, default_flow_style=None))
+        losses = []
+        for line in args.log.read_text().splitlines():
+            metrics = json.loads(line)
+            if "loss" in metrics:  # not a validation
+                losses.append(round(metrics["loss"], 4))
+        LOSSES.write_text(yaml.safe_dump({"loss": losses}, default_flow_style=None))
     PICTURES.mkdir(exist_ok=True)
     for name, text in pictures().items():
         (PICTURES / name).write_text(text, encoding="utf-8")

@@ -17,13 +17,12 @@ TABLES = ROOT / "docs" / "tables"
 
 
 def main() -> int:
-    """Write or check; returns the number of files that differ."""
+    """Write or check; return the number of files that differ and were not written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail if the file is not current")
     parser.add_argument("--simulate", action="store_true", help="simulate configs that changed")
     parser.add_argument("--anew", action="store_true", help="simulate all configs")
     args = parser.parse_args()
-    check = args.check
     if args.simulate or args.anew:
         memory_table.update(anew=args.anew)
     texts = {
@@ -31,17 +30,19 @@ def main() -> int:
         "compositions.rst": composition_table.table(),
         "gpu.rst": gpu_table.page(),
     }
-    differ = {TABLES / name: text for name, text in texts.items() if not _is_current(TABLES / name, text)}
-    for path, text in differ.items():
-        print(f"{path.relative_to(ROOT)} {'is not current' if check else 'was written'}")
-        if not check:
+    num_differing = 0
+    for name, text in texts.items():
+        path = TABLES / name
+        if path.exists() and path.read_text() == text:
+            continue
+        if args.check:
+            num_differing += 1
+            print(f"{path.relative_to(ROOT)} is not current")
+        else:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-    return len(differ) if check else 0
-
-
-def _is_current(path: Path, text: str) -> bool:
-    return path.exists() and path.read_text() == text
+            print(f"{path.relative_to(ROOT)} was written")
+    return num_differing
 
 
 if __name__ == "__main__":

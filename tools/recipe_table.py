@@ -18,53 +18,62 @@ class RecipeTableError(Exception):
 
 
 def table(path: Path = TABLE) -> dict[str, Any]:
-    """The whole table."""
+    """Return the whole table."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def recipe_files(folder: Path = RECIPES) -> dict[str, Path]:
-    """Every recipe file by the name of its recipe; files in subfolders are ``folder/name``."""
-    paths = (path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py")
-    found = {path.relative_to(folder).with_suffix("").as_posix(): path for path in paths}
-    return {
-        name: path for name, path in found.items() if path.name != "__init__.py" and not name.startswith("configs/")
-    }
+    """Return every recipe file by the name of its recipe; files in subfolders are ``folder/name``."""
+    files = {}
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        if path.name != "__init__.py" and not name.startswith("configs/"):
+            files[name] = path
+    return files
 
 
 def groups(folder: Path = RECIPES) -> dict[str, list[str]]:
-    """The groups of every recipe, in the order of the table.
+    """Return the groups of every recipe, in the order of the table.
 
     Raises:
         RecipeTableError: a recipe file is not declared, a declared one is not there, or a group is unknown.
     """
     path = folder / "features.yaml"
-    content, lines = table(path), path.read_text(encoding="utf-8").splitlines()
-    declared, known, files = content["recipes"], content["groups"], recipe_files(folder)
+    content = table(path)
+    declared = content["recipes"]
+    group_names = ", ".join(content["groups"])
+    lines = path.read_text(encoding="utf-8").splitlines()
 
-    def line(text: str) -> int:
-        return next((i for i, found in enumerate(lines, 1) if found.startswith(text)), 1)
+    def position_of(start: str) -> str:
+        """Return file and number of the first line that starts with a text."""
+        for number, line in enumerate(lines, start=1):
+            if line.startswith(start):
+                return f"recipes/features.yaml:{number}"
+        return "recipes/features.yaml:1"
 
+    files = recipe_files(folder)
     for name in files:
         if name not in declared:
             raise RecipeTableError(
-                f"recipes/features.yaml:{line('recipes:')}: recipes/{name}.py belongs to no group: add a line "
-                f"'{name}: [...]' under 'recipes:', with some of {', '.join(known)}."
+                f"{position_of('recipes:')}: recipes/{name}.py belongs to no group: add a line '{name}: [...]' under "
+                f"'recipes:', with some of {group_names}."
             )
-    for name, of_recipe in declared.items():
-        where = f"recipes/features.yaml:{line(f'  {name}:')}"
+    for name, groups_of_recipe in declared.items():
+        position = position_of(f"  {name}:")
         if name not in files:
-            raise RecipeTableError(f"{where}: there is no recipes/{name}.py: remove the line, or name the file so.")
-        if not of_recipe:
-            raise RecipeTableError(f"{where}: {name} belongs to no group: name some of {', '.join(known)}.")
-        for group in of_recipe:
-            if group not in known:
-                raise RecipeTableError(f"{where}: '{group}' is not a group: use {', '.join(known)}, or describe it.")
+            raise RecipeTableError(f"{position}: there is no recipes/{name}.py: remove the line, or name the file so.")
+        if not groups_of_recipe:
+            raise RecipeTableError(f"{position}: {name} belongs to no group: name some of {group_names}.")
+        for group in groups_of_recipe:
+            if group not in content["groups"]:
+                raise RecipeTableError(f"{position}: '{group}' is not a group: use {group_names}, or describe it.")
     return declared
 
 
 def recipes_in(*wanted: str, folder: Path = RECIPES) -> list[str]:
-    """Names of the recipes that belong to all of these groups, in the order of the table; :func:`groups` checks it."""
+    """Return the recipes that belong to all of these groups, in the order of the table; :func:`groups` checks it."""
     content = table(folder / "features.yaml")
-    if unknown := set(wanted) - set(content["groups"]):
+    unknown = set(wanted) - set(content["groups"])
+    if unknown:
         raise RecipeTableError(f"recipes/features.yaml describes no group {', '.join(sorted(unknown))}.")
-    return [name for name, found in content["recipes"].items() if set(wanted) <= set(found)]
+    return [name for name, groups_of_recipe in content["recipes"].items() if set(wanted) <= set(groups_of_recipe)]

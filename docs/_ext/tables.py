@@ -14,6 +14,7 @@ from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from tools.composition_table import list_table
 from tools.recipe_table import TABLE, groups, recipe_files, recipes_in, table
 
 
@@ -21,18 +22,16 @@ class _Table(SphinxDirective):
     """Renders rows of reStructuredText as a ``list-table``."""
 
     def table(self, head: list[str], rows: list[list[str]]) -> list[nodes.Node]:
-        lines = [".. list-table::", "   :header-rows: 1", ""]
-        for row in [head, *rows]:
-            lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
+        """Return the nodes of a table."""
         node = nodes.container()
-        self.state.nested_parse(StringList(lines, source="table"), 0, node)
+        self.state.nested_parse(StringList(list_table([head, *rows]), source="table"), 0, node)
         return node.children
 
 
 def settings_of(recipe: Path) -> set[str]:
     """Return the names of a recipe's settings."""
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
-    (settings,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings"]
+    (settings,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Settings")
     return {node.target.id for node in settings.body if isinstance(node, ast.AnnAssign)}
 
 
@@ -41,11 +40,13 @@ class RecipesTable(_Table):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(TABLE))
-        files, rows = recipe_files(), []
-        for name, of_recipe in groups().items():
+        files = recipe_files()
+        rows = []
+        for name, groups_of_recipe in groups().items():
             self.env.note_dependency(str(files[name]))
-            does = ast.get_docstring(ast.parse(files[name].read_text(encoding="utf-8"))).splitlines()[0]
-            rows.append([f"``{name}``", ", ".join(of_recipe).replace("_", " "), does.rstrip(".")])
+            docstring = ast.get_docstring(ast.parse(files[name].read_text(encoding="utf-8")))
+            purpose = docstring.splitlines()[0].rstrip(".")
+            rows.append([f"``{name}``", ", ".join(groups_of_recipe).replace("_", " "), purpose])
         return self.table(["recipe", "groups", "what it does"], rows)
 
 
@@ -54,14 +55,19 @@ class FeaturesTable(_Table):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(TABLE))
-        content, recipes, files = table(), recipes_in("training"), recipe_files()
+        content = table()
+        recipes = recipes_in("training")
+        files = recipe_files()
         settings = {name: settings_of(files[name]) for name in recipes}
         rows = []
         for feature, setting in content["features"].items():
-            cells = [
-                "yes" if setting in settings[name] else f"no: {content['reasons'][name][feature]}" for name in recipes
-            ]
-            rows.append([feature, f"``{setting}``", *cells])
+            row = [feature, f"``{setting}``"]
+            for name in recipes:
+                if setting in settings[name]:
+                    row.append("yes")
+                else:
+                    row.append(f"no: {content['reasons'][name][feature]}")
+            rows.append(row)
         return self.table(["feature", "setting", *(f"``{name}``" for name in recipes)], rows)
 
 
@@ -72,8 +78,12 @@ class LeversTable(_Table):
         path = Path(__file__).parents[1] / "tables" / "levers.yaml"
         self.env.note_dependency(str(path))
         levers = yaml.safe_load(path.read_text())
-        rows = [["\\" + one["label"], *(f"{size:.2f}" for size in one["gib"].values())] for one in levers]
-        rows = [[*row, f"{sum(one['gib'].values()):.1f}"] for row, one in zip(rows, levers, strict=True)]
+        rows = []
+        for lever in levers:
+            row = ["\\" + lever["label"]]  # escaped, because a label may begin with the "+" of a list
+            row += [f"{size:.2f}" for size in lever["gib"].values()]
+            row.append(f"{sum(lever['gib'].values()):.1f}")
+            rows.append(row)
         return self.table(["GiB", *levers[0]["gib"], "peak"], rows)
 
 

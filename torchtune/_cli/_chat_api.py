@@ -32,19 +32,34 @@ from torchtune.utils import UserError
 _MOST_BYTES = 16 * 2**20  # of a request's body
 _MOST_DISCARDED = 1024  # reads, of at most 1 MiB, from a request that is refused
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-# Parameters that are read, with their types, and values of other parameters that change nothing.
+# Parameters that are read, with their types; those of any type here are checked where they are read.
 _READ = {
     "model": str,
     "messages": list,
     "tools": list,
+    "tool_choice": object,
     "session": str,
     "stream": bool,
     "stream_options": dict,
+    "n": object,
+    "stop": object,
+    "max_tokens": object,
+    "max_completion_tokens": object,
+    "temperature": object,
+    "top_k": object,
+    "top_p": object,
+    "min_p": object,
+    "seed": object,
+    "logprobs": bool,
+    "top_logprobs": object,
+    "response_format": dict,
+    # Notes of the client, which nothing depends on.
+    "user": object,
+    "metadata": object,
+    "store": object,
 }
 _TYPES = {str: "a text", list: "a list", bool: "true or false", dict: "an object"}
-_READ |= dict.fromkeys(("tool_choice", "stop", "temperature", "top_k", "top_p", "min_p", "seed", "n"), object)
-_READ |= {"logprobs": bool, "top_logprobs": object, "response_format": dict}
-_READ |= dict.fromkeys(("max_tokens", "max_completion_tokens", "user", "metadata", "store"), object)
+# Values of other parameters that change nothing.
 _NEUTRAL = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
@@ -228,33 +243,15 @@ class _Answer:
             )
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
-        temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
-        top_k = _number(body, "top_k", None, 0) or None
-        top_p = _number(body, "top_p", 1, 0, 1, (int, float))
-        min_p = _number(body, "min_p", 0, 0, 1, (int, float))
-        processors = []
-        json_filter = self._json_filter(body)
-        if json_filter is not None:
-            processors.append(json_filter)
+        self.has_log_probs = bool(body.get("logprobs"))
+        num_top = _number(body, "top_logprobs", 0, 0, _MOST_TOP)
+        if num_top and not self.has_log_probs:
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
         seed = _number(body, "seed", None, 0)
         if seed is not None:
             seed = (seed + index) % 2**63  # each answer of a request has its own
-        # What the session records of the distribution. Settings that change nothing are left out, because samples of
-        # earlier releases do not have them.
-        self._sampling = {"temperature": temperature, "top_k": top_k}
-        if top_p < 1:
-            self._sampling["top_p"] = top_p
-        if min_p > 0:
-            self._sampling["min_p"] = min_p
-        if json_filter is not None:
-            self._sampling["response_format"] = body["response_format"]["type"]
         self.job = Job(
-            self.model,
-            self._begun.tokens,
-            min(limit, room),
-            Sampling(temperature, top_k, top_p, min_p, processors),
-            num_top=self._num_top(body),
-            seed=seed,
+            self.model, self._begun.tokens, min(limit, room), self._sampling(body), num_top=num_top, seed=seed
         )
         self._log_probs: list[tuple[int, float]] = []
         self._entries: list[dict[str, Any]] = []
@@ -262,7 +259,29 @@ class _Answer:
         self.end = "length"
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
+    def _sampling(self, body: dict[str, Any]) -> Sampling:
+        """Read how the answer is sampled, and keep what the session records of it."""
+        temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
+        top_k = _number(body, "top_k", None, 0) or None
+        top_p = _number(body, "top_p", 1, 0, 1, (int, float))
+        min_p = _number(body, "min_p", 0, 0, 1, (int, float))
+        # Settings that change nothing are not recorded, because samples of earlier releases do not have them.
+        self._distribution = {"temperature": temperature, "top_k": top_k}
+        if top_p < 1:
+            self._distribution["top_p"] = top_p
+        if min_p > 0:
+            self._distribution["min_p"] = min_p
+        processors = []
+        json_filter = self._server.json_filter(body.get("response_format") or {"type": "text"}, self.num_read)
+        if json_filter is not None:
+            if self._tools:
+                raise ApiError(400, "response_format cannot go with tools, whose calls are not in it: leave one out.")
+            processors.append(json_filter)
+            self._distribution["response_format"] = body["response_format"]["type"]
+        return Sampling(temperature, top_k, top_p, min_p, processors)
+
     def _check(self, body: dict[str, Any]) -> None:
+        """Refuse parameters that this server does not read, or that have a wrong type."""
         for name, value in body.items():
             if value is None or value == _NEUTRAL.get(name):
                 continue
@@ -273,8 +292,8 @@ class _Answer:
                 if name in _NEUTRAL:
                     setting += f" other than {json.dumps(_NEUTRAL[name])}"
                 raise ApiError(400, f"This server samples without {setting}: leave it out.")
-        choice = body.get("tool_choice")
-        if not (isinstance(self._stop, list) and all(isinstance(text, str) and text for text in self._stop)):
+        are_texts = isinstance(self._stop, list) and all(isinstance(text, str) and text for text in self._stop)
+        if not are_texts:
             raise ApiError(400, "stop must be a text, or a list of texts.")
         longest = max(map(len, self._stop), default=0)
         if len(self._stop) > _MOST_STOPS or longest > _LONGEST_STOP:
@@ -283,23 +302,10 @@ class _Answer:
                 f"stop has {len(self._stop):,} texts of up to {longest:,} characters: give at most {_MOST_STOPS} of at "
                 f"most {_LONGEST_STOP:,}.",
             )
-        if choice not in (None, "auto", "none"):
+        if body.get("tool_choice") not in (None, "auto", "none"):
             raise ApiError(400, "tool_choice must be 'auto' or 'none': no call can be forced.")
         if body.get("tools") and self._server.tool_format is None:
             raise ApiError(400, "The chat template shows no format of tool calls: start tune serve with --tool-format.")
-
-    def _num_top(self, body: dict[str, Any]) -> int:
-        self.has_log_probs = bool(body.get("logprobs"))
-        num_top = _number(body, "top_logprobs", 0, 0, _MOST_TOP)
-        if num_top and not self.has_log_probs:
-            raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
-        return num_top
-
-    def _json_filter(self, body: dict[str, Any]) -> JSONFilter | None:
-        json_filter = self._server.json_filter(body.get("response_format") or {"type": "text"}, self.num_read)
-        if json_filter is not None and self._tools:
-            raise ApiError(400, "response_format cannot go with tools, whose calls are not in it: leave one out.")
-        return json_filter
 
     def _begin(self, body: dict[str, Any]) -> Any:
         """Tokenize the conversation."""
@@ -318,6 +324,7 @@ class _Answer:
 
     def __iter__(self) -> Iterator[str]:
         tokenizer = self._server.tokenizer
+        # A piece is held back for as long as it may begin a stop text or a tool call.
         marks = list(self._stop)
         call_start = None
         if self._tools:
@@ -331,7 +338,9 @@ class _Answer:
                 self.end = "stop"
                 break
             if self.has_log_probs:
-                self._entries.append(self._entry(token, log_prob, top))
+                entry = self._described(token, log_prob)
+                entry["top_logprobs"] = [self._described(candidate, value) for candidate, value in top]
+                self._entries.append(entry)
             text = decoder.put(token)
             raw = text  # with special tokens, which may begin a tool call
             if not text and not tokenizer.decode([token]):
@@ -346,18 +355,15 @@ class _Answer:
         calls = {}
         if self._tools:
             calls = self._calls()
+        # What the buffer still holds: text before a mark, or text that only began like one.
         if calls or buffer.mark in self._stop:
             yield self._put(buffer.before)
         else:
             yield self._put(buffer.text)
         self._finish(calls)
 
-    def _entry(self, token: int, log_prob: float, top: list[tuple[int, float]]) -> dict[str, Any]:
-        entry = self._described(token, log_prob)
-        entry["top_logprobs"] = [self._described(candidate, value) for candidate, value in top]
-        return entry
-
     def _described(self, token: int, log_prob: float) -> dict[str, Any]:
+        """Return a token and its log-probability, as the API writes them."""
         text = self._server.decode_token(token) or self._server.tokenizer.decode([token], skip_special_tokens=False)
         text_bytes = None
         if "\ufffd" not in text:  # else it is a part of a character, whose bytes are not known
@@ -379,6 +385,7 @@ class _Answer:
         return {"content": entries, "refusal": None}
 
     def _put(self, text: str) -> str:
+        """Keep a piece for the message of the whole answer, and return it."""
         self._texts.append(text)
         return text
 
@@ -392,6 +399,7 @@ class _Answer:
         return {secrets.token_hex(5)[:9]: call for call in calls}  # Mistral's templates require nine characters
 
     def _finish(self, calls: Mapping[str, ToolCall]) -> None:
+        """Complete the message, and record the answer in its session."""
         self.message["content"] = "".join(self._texts)
         tokens, log_probs = zip(*self._log_probs, strict=True)
         finished = tokens[-1] in self._server.tokenizer.stop_tokens
@@ -415,7 +423,7 @@ class _Answer:
                 log_probs=log_probs,
                 finished=finished,
                 calls=calls,
-                **self._sampling,
+                **self._distribution,
             )
 
 
@@ -474,6 +482,7 @@ class _MarkBuffer:
         for index, mark in enumerate(self._marks):
             matched = self._matched[index]
             borders = self._borders[index]
+            # After a mismatch, the text may still end with a shorter beginning of the mark.
             while matched and mark[matched] != char:
                 matched = borders[matched - 1]
             if mark[matched] == char:
@@ -519,6 +528,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(self._post)
 
     def _answer(self, method: Callable[[], None]) -> None:
+        """Answer with a method, and reply with the error that it raises."""
         host = self.headers.get("Host", "localhost").lower()
         try:
             if host.removesuffix(f":{self.server.server_port}") not in _LOCAL:  # a web page, by DNS rebinding
@@ -543,7 +553,9 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             poll = select.poll()
             poll.register(self.connection, select.POLLIN)
-            return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+            is_readable = bool(poll.poll(0))
+            # A closed connection is readable, too, but has no byte to read.
+            return is_readable and not self.connection.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):
             return True
 
@@ -562,7 +574,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_delete = self.command == "DELETE"
         if path == "/v1/models" and not is_delete:
             about = {"object": "model", "created": self.server.started, "owned_by": "torchtune"}
-            self._reply(200, {"object": "list", "data": [{"id": name, **about} for name in self.server.models]})
+            models = [{"id": name, **about} for name in self.server.models]
+            self._reply(200, {"object": "list", "data": models})
             return
         hint = ""
         _, prefix, name = path.partition("/v1/sessions/")
@@ -577,10 +590,11 @@ class _Handler(BaseHTTPRequestHandler):
         raise ApiError(404, f"There is no {path} to {self.command}.{hint}")
 
     def _body(self) -> dict[str, Any]:
+        """Read the body of a request."""
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
             raise ApiError(400, "The request has no Content-Length, or one that is no number.")
-        size = int(length[:20])
+        size = int(length[:20])  # a number of more digits is too large anyway
         if size > _MOST_BYTES:
             raise ApiError(413, f"The body has {size:,} bytes, and at most {_MOST_BYTES:,} are read.")
         try:
@@ -605,12 +619,13 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(503, "Too many requests are waiting: try again later.", "overloaded")
         try:
             if body.get("stream"):
-                self._stream(answers, about, bool((body.get("stream_options") or {}).get("include_usage")))
+                stream_options = body.get("stream_options") or {}
+                self._stream(answers, about, bool(stream_options.get("include_usage")))
             else:
                 choices = [self._choice(answer) for answer in answers]
                 about |= {"object": "chat.completion", "choices": choices, "usage": _usage(answers)}
                 self._reply(200, about)
-        finally:
+        finally:  # of a client that has left, or an error: the batch would go on
             for answer in answers:
                 answer.job.is_cancelled = True
 
@@ -632,7 +647,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps({**about, 'choices': choices, **more})}\n\n".encode())
 
         def send(answer: _Answer, delta: dict[str, Any], end: str | None = None) -> None:
-            log_probs = answer.take_log_probs() if "content" in delta else None
+            log_probs = None
+            if "content" in delta:
+                log_probs = answer.take_log_probs()
             write([{"index": answer.index, "delta": delta, "finish_reason": end, "logprobs": log_probs}])
 
         streams = [(answer, iter(answer)) for answer in answers]
@@ -643,6 +660,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         try:
+            # The first chunk of each answer names its role.
             send(answers[0], {"role": "assistant", "content": first})
             for answer, pieces in streams[1:]:
                 send(answer, {"role": "assistant", "content": next(pieces)})
@@ -665,6 +683,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @staticmethod
     def _send_end(answer: _Answer, send: Callable[..., None]) -> None:
+        """Send what follows the text of an answer: the last log-probs, its tool calls, and why it ended."""
         if answer.has_entries:  # of tokens whose text is not sent, such as a stop text
             send(answer, {"content": ""})
         calls = answer.message.get("tool_calls", ())

@@ -29,12 +29,6 @@ def _iter_rows(dataset: ExampleDataset, end: int = sys.maxsize) -> Iterator[list
         yield texts
 
 
-def _one_of_each_run(tokens: np.ndarray, image_tokens: Sequence[int]) -> np.ndarray:
-    """Return which tokens to show: only the first of consecutive equal image tokens."""
-    repeated = np.isin(tokens[1:], list(image_tokens)) & (tokens[1:] == tokens[:-1])
-    return np.concatenate([[True], ~repeated])[: len(tokens)]
-
-
 def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: Sequence[tuple[int, int]]) -> str:
     """Decode a row, with the trained tokens between marks, and with image sizes instead of image tokens."""
     has_color = _has_color()
@@ -44,7 +38,7 @@ def _decode_row(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any, sizes: S
         if trained:
             piece = f"{opening}{piece}{closing}"
         text += piece
-    for width, height in sizes:
+    for width, height in sizes:  # each replaces the first token that is left
         text = text.replace("<|image|>", f"<image {width}x{height}>", 1)
     if len(text) <= _MAX_EXAMPLE:
         return text
@@ -81,22 +75,34 @@ def show_dataset(
     """
     from torchtune.datasets import instantiate_dataset, preview
 
-    with nullcontext() if everything else preview(sample) as seen:
+    reading = nullcontext() if everything else preview(sample)
+    with reading as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
         reasoning = list(_describe_reasoning(dataset, tokenizer))
     scale = 1.0
     if seen is not None and seen.read:  # counts of a sample are multiplied, as an estimate of those of all rows
         scale = seen.total / seen.read
     counts = _count_rows(dataset, getattr(tokenizer, "max_seq_len", None))
-    print(f"\n{name}: {_format_row_count(counts, scale)}")
+    if scale == 1.0:
+        num_rows = f"{counts.rows:,} rows"
+    else:
+        about = f"about {round(counts.rows * scale):,} rows"
+        num_rows = f"{about} (counts are of the first {counts.rows:,}; --all reads every row)"
+    print(f"\n{name}: {num_rows}")
     for line in [*_describe_counts(dataset, counts, scale), *reasoning]:
         print(line)
-    first = dataset.row_datasets()[0]
+    _print_examples(dataset.row_datasets()[0], tokenizer, examples)
+    return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
+
+
+def _print_examples(dataset: Any, tokenizer: Any, count: int) -> None:
+    """Print the first rows of a dataset, with their trained tokens between marks."""
     plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
+    image_tokens = list(getattr(tokenizer, "image_tokens", ()))
     marks = "in color" if _has_color() else "between [[ and ]]"
-    for number, row in enumerate(_iter_rows(first, end=examples)):
-        sizes = [size_of(image) for image in first.images(number)]
-        weights = _weights_of(first, number)
+    for number, row in enumerate(_iter_rows(dataset, end=count)):
+        sizes = [size_of(image) for image in dataset.images(number)]
+        weights = _weights_of(dataset, number)
         weight = ""
         if weights is not None and min(weights) == max(weights):
             weight = f", weight {weights[0]:g}"
@@ -108,16 +114,17 @@ def show_dataset(
                 title += f", {side}"
             num_trained = int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
             trained = f"{num_trained:,} trained on, {marks}"
-            if isinstance(first, ClassificationDataset):  # the label is a class and not a token
-                trained = f"label {first.values[number]!r}"
+            if isinstance(dataset, ClassificationDataset):  # the label is a class and not a token
+                trained = f"label {dataset.values[number]!r}"
                 labels = np.full_like(labels, CROSS_ENTROPY_IGNORE_IDX)
             print(f"\n--- {title}: {len(tokens):,} tokens, {trained}{weight}")
             if plan is not None and sizes:
                 images = [f"{size[0]}x{size[1]} ({plan(size).tokens:,} tokens)" for size in sizes]
                 print(f"images: {', '.join(images)}")
-            is_shown = _one_of_each_run(tokens, getattr(tokenizer, "image_tokens", ()))
+            # Of the tokens of an image, only the first is shown, in whose place its size is written.
+            is_shown = np.ones(len(tokens), dtype=bool)
+            is_shown[1:] = ~(np.isin(tokens[1:], image_tokens) & (tokens[1:] == tokens[:-1]))
             print(_decode_row(tokens[is_shown], labels[is_shown], tokenizer, sizes))
-    return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 
 @dataclass
@@ -175,12 +182,6 @@ def _count_rows(dataset: Any, limit: int | None) -> _Counts:
                 smallest, largest = counts.weights
                 counts.weights = (min(smallest, *weights), max(largest, *weights))
     return counts
-
-
-def _format_row_count(counts: _Counts, scale: float) -> str:
-    if scale == 1.0:
-        return f"{counts.rows:,} rows"
-    return f"about {round(counts.rows * scale):,} rows (counts are of the first {counts.rows:,}; --all reads every row)"
 
 
 def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:

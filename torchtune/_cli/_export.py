@@ -112,8 +112,21 @@ _OF_ROUNDED_EMBEDDING = 0.2
 # Required libraries besides transformers.
 _LIBRARIES = {"adapter": ["peft"], "compressed-tensors": ["compressed_tensors"]}
 # Largest relative difference of a layer's output, by the dtype of merged weights or the kind of quantization.
-_OF_LAYER = {torch.bfloat16: 4e-3, torch.float16: 1e-3, "bf16": 4e-3, "f16": 1e-3, "q8_0": 0.06, "int8": 0.06}
-_OF_LAYER |= {"fp8": 0.06, "q5_1": 0.25, "q5_0": 0.25, "q4_1": 0.25, "q4_0": 0.25, "int4": 0.25, "8da4w": 0.25}
+_OF_LAYER = {
+    torch.bfloat16: 4e-3,
+    torch.float16: 1e-3,
+    "bf16": 4e-3,
+    "f16": 1e-3,
+    "fp8": 0.06,
+    "int8": 0.06,
+    "q8_0": 0.06,
+    "q5_1": 0.25,
+    "q5_0": 0.25,
+    "q4_1": 0.25,
+    "q4_0": 0.25,
+    "int4": 0.25,
+    "8da4w": 0.25,
+}
 _OF_EQUAL_LAYER = 1e-4
 # Largest mean difference of logits, relative to their spread: for equal weights, and for rounded weights.
 _OF_LOGITS = 2e-3
@@ -229,9 +242,8 @@ class Embedded:
         """Return the result in one sentence."""
         if not self.library:
             return f"the {self.kind} are not compared: {self.note}"
-        text = (
-            f"{self.kind} in {self.library}: relative difference from the trained model at most {self.difference:.2g}"
-        )
+        limit = f"relative difference from the trained model at most {self.difference:.2g}"
+        text = f"{self.kind} in {self.library}: {limit}"
         if self.note:
             text += f"; {self.note}"
         return text
@@ -299,14 +311,21 @@ def export(args: argparse.Namespace) -> None:
     label = args.to
     if args.quant is not None:
         label += f"-{args.quant}"
-    output = args.output or trained.checkpoint.resolve().with_name(f"{trained.checkpoint.resolve().name}-{label}")
-    output = output.expanduser()
-    if output.exists() and not (output / RECORD).is_file() and (not output.is_dir() or any(output.iterdir())):
+    if args.output is None:
+        checkpoint = trained.checkpoint.resolve()
+        output = checkpoint.with_name(f"{checkpoint.name}-{label}")
+    else:
+        output = args.output.expanduser()
+    is_export = (output / RECORD).is_file()  # of an earlier command, and is replaced
+    is_empty = output.is_dir() and not any(output.iterdir())
+    if output.exists() and not is_export and not is_empty:
         raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
     with FolderLock(output.parent, name=f".{output.name}.lock", key="--output").held():
         clear_leftovers(output)
         check = _write(trained, args, output)
-    print("\n".join([*check.lines(), f"wrote       {output} ({_size(output)})", *_commands(args.to, output)]))
+    sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
+    written = f"wrote       {output} ({len(sizes):,} files, {sum(sizes):,} bytes)"
+    print("\n".join([*check.lines(), written, *_commands(args.to, output)]))
     if args.push:
         _push(output, args.push, upload=args.yes)
 
@@ -319,12 +338,18 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
         write_files(trained, args.to, args.quant, files, temporary / "merged")
         check = _check(trained, args, files, temporary / "base")
         shutil.rmtree(temporary / "base", ignore_errors=True)
-        record = {"checkpoint": str(trained.checkpoint), "to": args.to, "quant": args.quant, "check": check.numbers()}
+        record = {
+            "checkpoint": str(trained.checkpoint),
+            "to": args.to,
+            "quant": args.quant,
+            "check": check.numbers(),
+        }
         write_json(files / RECORD, record)
         if trained.run is not None:  # otherwise, keep the README of the checkpoint
             library = "peft" if args.to == "adapter" else "transformers"
             card = model_card(trained.run, check=check.verdict(), library=library)
             (files / "README.md").write_text(card, encoding="utf-8")
+        # The temporary folder becomes the output folder, so the files move up into it.
         for path in list(files.iterdir()):
             path.rename(temporary / path.name)
         files.rmdir()
@@ -345,6 +370,7 @@ def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path)
 
 
 def _check_format(trained: Trained, to: str) -> None:
+    """Refuse a format that the checkpoint cannot be written in."""
     if to in ("adapter", "merged") and trained.adapter is None:
         raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
     if to == "hf" and trained.adapter is not None:
@@ -354,11 +380,6 @@ def _check_format(trained: Trained, to: str) -> None:
             f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
             "choose --to hf."
         )
-
-
-def _size(folder: Path) -> str:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return f"{len(sizes):,} files, {sum(sizes):,} bytes"
 
 
 def _commands(to: str, output: Path) -> list[str]:
@@ -380,9 +401,11 @@ def _commands(to: str, output: Path) -> list[str]:
 
 
 def _push(folder: Path, repo_id: str, *, upload: bool) -> None:
+    """Upload an export to the hub; without ``upload``, only print what would be."""
     from torchtune import _hub
 
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    # Without hidden files, such as those of a file manager, which _hub.upload leaves out as well.
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
     for path in files:
         print(f"{'push':<12}{path.relative_to(folder)} ({path.stat().st_size:,} bytes)")
     if not upload:
@@ -520,6 +543,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     missing = missing_packages("transformers", *_LIBRARIES.get(to, ()))
     if missing:
         return Check(reason=f"{', '.join(missing)} is not installed: pip install 'torchtune[check]'")
+    # Each comparison runs in a process of its own: other libraries crash, and their memory is then free for the next.
     base = None
     tokenized = None
     try:
@@ -544,26 +568,43 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     rounding = quant
     if to == "merged":
         rounding = stored_dtype(files)
+    check = Check(measured, base=base, tokenized=tokenized, embedded=embedded)
+    _require_agreement(check, rounding, is_quantized=quant is not None)
+    return check
+
+
+def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> None:
+    """Raise :class:`FailedCheck` if an export computes something else than the trained model.
+
+    Args:
+        check: comparisons of the two.
+        rounding: dtype or kind of quantization to which weights were rounded, a key of ``_OF_LAYER``; any other value
+            if they were not.
+        is_quantized: whether the weights are quantized, so that the logits differ as those of the base do.
+    """
+    measured = check.measured
     layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
     are_rounded = layer_limit != _OF_EQUAL_LAYER
     # "not <=", because a difference may be NaN
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
-    if quant is None:
+    if is_quantized:
+        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
+        if check.base is not None:
+            kl_limit = _TIMES_BASE * check.base.comparison.kl + _KL_MARGIN
+        agrees = measured.comparison.kl <= kl_limit
+    else:
         relative_limit = _OF_ROUNDED_LOGITS if are_rounded else _OF_LOGITS
         agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
-    else:
-        kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
-        if base is not None:
-            kl_limit = _TIMES_BASE * base.comparison.kl + _KL_MARGIN
-        agrees = measured.comparison.kl <= kl_limit
     if differing or not agrees:
-        raise FailedCheck(_explain_difference(measured, base, differing))
+        raise FailedCheck(_explain_difference(measured, check.base, differing))
+    tokenized = check.tokenized
     if tokenized is not None and (tokenized.texts or (tokenized.chats and tokenized.is_exact)):
         first = [*tokenized.texts, *tokenized.chats][0]
         raise FailedCheck(
             f"The tokenizer files of the export give other ids than {tokenized.trained}, for example for {first!r}: "
             "save the checkpoint again with the tokenizer that trained."
         )
+    embedded = check.embedded
     if embedded is not None and embedded.library:
         difference_limit = _OF_ROUNDED_EMBEDDING if are_rounded else _OF_EMBEDDING
         if not embedded.difference <= difference_limit:
@@ -571,7 +612,6 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
                 f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
                 f"of {embedded.difference:.2g}: texts must begin and end as the tokenizer's files say."
             )
-    return Check(measured, base=base, tokenized=tokenized, embedded=embedded)
 
 
 def _explain_difference(measured: Measured, base: Measured | None, differing: list[str]) -> str:
@@ -712,7 +752,9 @@ def _reader(to: str) -> str:
     """Return the library that reads a format."""
     if to in ("gguf", "ollama") and not missing_packages("llama_cpp"):
         return "llama_cpp"
-    return "peft" if to == "adapter" else "transformers"
+    if to == "adapter":
+        return "peft"
+    return "transformers"  # GGUF files, too
 
 
 def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -163,7 +164,9 @@ def find_checkpoint(model: str) -> str:
     folder = Path(model).expanduser()
     if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
         raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
-    if not (folder / SETTINGS).is_file() or any(folder.glob("*config.json")):  # a checkpoint also has the settings
+    # A checkpoint has the settings of its run as well, and the config of its model, which a run's folder lacks.
+    is_run = (folder / SETTINGS).is_file() and not any(folder.glob("*config.json"))
+    if not is_run:
         return model
     checkpoint, description = RunFolder(folder).checkpoint()
     print(f"model       {checkpoint}, {description}", file=sys.stderr)
@@ -209,8 +212,9 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
     """
     names_of_recipe = {recipe.name: [recipe.name, *recipe.former_names] for recipe in get_all_recipes()}
     search_terms: list[str] = []
+    all_recipe_names = set(itertools.chain(*names_of_recipe.values()))
     for word in words:
-        if any(word in names for names in names_of_recipe.values()):
+        if word in all_recipe_names:
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]
@@ -281,9 +285,5 @@ def _configs_of(kind: ConfigKind) -> list[tuple[Config, Recipe]]:
 def _words(config: Config, recipe: Recipe) -> str:
     """Return the words of a config's method, size and device, with underscores around and between them."""
     stem = config.name.rpartition("/")[2]
-    return "_".join(["", stem, *_words_of_recipe(recipe.name), device_of(config, recipe), ""]).lower()
-
-
-@functools.cache
-def _words_of_recipe(name: str) -> list[str]:
-    return [word for word in name.split("_") if word not in _IGNORED_RECIPE_WORDS]
+    recipe_words = [word for word in recipe.name.split("_") if word not in _IGNORED_RECIPE_WORDS]
+    return "_".join(["", stem, *recipe_words, device_of(config, recipe), ""]).lower()

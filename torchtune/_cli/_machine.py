@@ -94,6 +94,7 @@ def _try_step(device: torch.device) -> None:
 
 
 def _explain_slow_cpu(cores: int, findings: Findings) -> None:
+    """Add what makes training on this CPU slow, and why no GPU is used if there is one."""
     findings.slow.append("training without a GPU: choose models of less than a billion parameters")
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         build = "a build without CUDA" if torch.version.cuda is None else "a build that the driver does not support"
@@ -107,7 +108,8 @@ def _explain_slow_cpu(cores: int, findings: Findings) -> None:
 
 
 def _memory() -> list[str]:
-    if not hasattr(os, "sysconf"):
+    """Describe the memory of this machine, and the limit of the container, if it has one."""
+    if not hasattr(os, "sysconf"):  # on Windows
         return ["not known on this system"]
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     line = f"{total:.1f} GiB"
@@ -124,6 +126,7 @@ def _disks(output: Path, findings: Findings) -> list[str]:
     lines = []
     for use, folder in (("runs", output), ("rows", cache_path()), ("hub", hub_cache())):
         folder = folder.absolute()
+        # The folder may not be there yet: the disk is that of the nearest folder above it.
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(existing).free
         kind = _file_system(existing)

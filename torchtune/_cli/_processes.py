@@ -71,6 +71,7 @@ def several_processes(requested: str | None) -> Iterator[None]:
 
 
 def _leave_group() -> None:
+    """Leave the process group of the ranks, if the command has joined one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -94,6 +95,7 @@ def _give_signs_of_life() -> None:
 
 
 def _count_processes(requested: str | None) -> int:
+    """Return the number of processes that ``--nproc-per-node`` asks for."""
     if requested is None:
         return 1
     if requested.isdigit():
@@ -136,6 +138,7 @@ class _Followers:
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
+        # The processes share the cores of the machine.
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // self._size)
         torch.set_num_threads(threads)
@@ -150,7 +153,7 @@ class _Followers:
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
-            os.set_blocking(process.stdout.fileno(), False)
+            os.set_blocking(process.stdout.fileno(), False)  # the watcher reads signs of life in turn
             self._last_signs.append(time.monotonic())
             self._processes.append(process)
             self._errors.append(errors)
@@ -174,7 +177,7 @@ class _Followers:
         else:
             cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
-                failed_rank = self._wait_for_failure(_PATIENCE)
+                failed_rank = self._wait_for_failure()
                 if "timed out" in str(cause).lower():
                     text = (
                         f"one of the {self._size} processes runs, but has not answered the others until the timeout of "
@@ -200,7 +203,7 @@ class _Followers:
         last_check = time.monotonic()
         while not self._is_over.wait(0.2):
             now = time.monotonic()
-            if now - last_check > _SECONDS_OF_A_STOP:
+            if now - last_check > _SECONDS_OF_A_STOP:  # this process has read no signs for so long
                 self._last_signs = [now] * len(self._last_signs)
             last_check = now
             silent_rank = self._silent_rank(now)
@@ -212,7 +215,7 @@ class _Followers:
                 )
             failed_rank = self._failed_rank()
             if failed_rank is None or self._is_over.wait(_PATIENCE):
-                continue
+                continue  # no failure, or rank 0 has raised the same error meanwhile
             self._end(self._explain(failed_rank))
 
     def _end(self, sentence: str) -> None:
@@ -237,9 +240,9 @@ class _Followers:
                 return rank
         return None
 
-    def _wait_for_failure(self, seconds: float) -> int | None:
+    def _wait_for_failure(self) -> int | None:
         """Wait for a follower to fail; return its rank, or None if none has failed in time."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + _PATIENCE
         while self._failed_rank() is None and time.monotonic() < end:
             time.sleep(0.1)
         return self._failed_rank()
@@ -257,9 +260,10 @@ class _Followers:
         """Return a sentence on the end of a follower, with its error if it has printed one."""
         errors = self._errors[rank - 1]
         errors.seek(0)
-        lines = [line.strip() for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+        output = errors.read().decode(errors="replace")
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         code = self._processes[rank - 1].returncode
-        for line in reversed(lines):
+        for line in reversed(lines):  # the last error is the one that ended it
             message = re.match(r"(?:tune [\w ]+: )?error: (.*)", line)  # of main, or of argparse
             if message:
                 return f"rank {rank}: {message[1]}"

@@ -5,6 +5,7 @@ These libraries are optional.
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ from torchtune.utils import first_line, hide_import_warnings, require
 def missing_packages(*names: str) -> list[str]:
     """Return the packages that are not installed."""
     return [name for name in names if find_spec(name) is None]
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context manager for another library, whose warnings say nothing about the files."""
+    with warnings.catch_warnings(), hide_import_warnings("torchao"):
+        warnings.simplefilter("ignore")
+        yield
 
 
 @torch.no_grad()
@@ -44,8 +53,7 @@ def read_elsewhere(
     with hide_import_warnings("torchao"):
         module = require(library, extra="check", purpose="The check of an export")
     try:
-        with warnings.catch_warnings(), hide_import_warnings("torchao"):
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             model, unread = _READERS[library](module, files)
             logits = [prompt_logits.float().cpu() for prompt_logits in _compute(model, prompts, device)]
     except Exception as error:  # raised by the other library
@@ -78,11 +86,11 @@ def embed_elsewhere(
     extra = "embeddings" if library == "sentence_transformers" else "check"
     module = require(library, extra=extra, purpose="The check of an embedding model")
     try:
-        with warnings.catch_warnings(), hide_import_warnings("torchao"):
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             if library == "sentence_transformers":
-                options = {"model_kwargs": {"dtype": torch.float32}}
-                model = module.SentenceTransformer(str(files), device=str(device), **options)
+                model = module.SentenceTransformer(
+                    str(files), device=str(device), model_kwargs={"dtype": torch.float32}
+                )
                 vectors = model.encode(list(texts), prompt=instruction, convert_to_tensor=True, show_progress_bar=False)
             else:
                 tokenizer = module.AutoTokenizer.from_pretrained(files)
@@ -120,10 +128,8 @@ def score_elsewhere(files: Path, pairs: Sequence[tuple[str, str]], device: torch
     """
     module = require("sentence_transformers", extra="embeddings", purpose="The check of a reranker")
     try:
-        with warnings.catch_warnings(), hide_import_warnings("torchao"):
-            warnings.simplefilter("ignore")
-            options = {"model_kwargs": {"dtype": torch.float32}}
-            model = module.CrossEncoder(str(files), device=str(device), **options)
+        with _without_warnings():
+            model = module.CrossEncoder(str(files), device=str(device), model_kwargs={"dtype": torch.float32})
             scores = model.predict(list(pairs), convert_to_tensor=True, show_progress_bar=False)
     except Exception as error:  # raised by the other library
         raise EvaluationError(f"sentence_transformers cannot score with {files}: {first_line(error)}.") from error
@@ -150,8 +156,7 @@ def tokenize_elsewhere(
     """
     transformers = require("transformers", extra="check", purpose="The check of an export")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _without_warnings():
             tokenizer = transformers.AutoTokenizer.from_pretrained(files)
             text_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     except Exception as error:  # raised by the other library
@@ -170,23 +175,29 @@ def tokenize_elsewhere(
 
 
 def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any, list[str]]:
+    """Return the model, and the tensors that are unknown to the library, missing, or of another shape."""
     gguf = next(Path(folder).glob("*.gguf"), None)
     options = {} if gguf is None else {"gguf_file": gguf.name}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
-    model_class = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    class_name = "AutoModelForCausalLM"
+    if config.architectures:  # a classifier, or another head
+        class_name = config.architectures[0]
+    model_class = getattr(transformers, class_name)
     model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     mismatched = [name for name, *_ in report["mismatched_keys"]]
     return model, [*report["unexpected_keys"], *report["missing_keys"], *mismatched]
 
 
 def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
+    """Return the base with the adapter, and the adapter's tensors that are unknown or missing."""
     transformers = require("transformers", extra="check", purpose="The check of an export")
     settings = peft.PeftConfig.from_pretrained(folder)
     base, _ = _read_with_transformers(transformers, settings.base_model_name_or_path)
     ids = getattr(settings, "trainable_token_indices", None) or []
     if isinstance(ids, dict):  # by the name of the embedding
         ids = next(iter(ids.values()))
-    if ids and max(ids) >= base.get_input_embeddings().num_embeddings:  # as AutoPeftModel does
+    # New tokens are rows of the adapter alone: make room for them in the base, as AutoPeftModel does.
+    if ids and max(ids) >= base.get_input_embeddings().num_embeddings:
         base.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     model = peft.PeftModel.from_pretrained(base, folder)
     report = peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder), device="cpu"))
@@ -196,7 +207,10 @@ def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:
 
 
 def _read_with_llama_cpp(llama_cpp: Any, folder: Path) -> tuple[Any, list[str]]:
-    return llama_cpp.Llama(str(next(folder.glob("*.gguf"))), logits_all=True, n_ctx=512, verbose=False), []
+    """Return the model; llama.cpp itself refuses files with unknown or missing tensors."""
+    file = next(folder.glob("*.gguf"))
+    model = llama_cpp.Llama(str(file), logits_all=True, n_ctx=512, verbose=False)
+    return model, []
 
 
 def _compute(model: Any, prompts: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:

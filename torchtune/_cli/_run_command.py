@@ -37,8 +37,11 @@ class Command:
 
 
 def _is_override(token: str) -> bool:
+    """Return whether a word is ``key=value`` or ``~key``, and not the path of a recipe with "=" in its name."""
+    if token.startswith("~"):
+        return True
     # os.path.exists: a long setting is not a valid file name, for which pathlib raises
-    return token.startswith("~") or ("=" in token and not token.startswith("-") and not os.path.exists(token))
+    return "=" in token and not token.startswith("-") and not os.path.exists(token)
 
 
 def _parse_grace(text: str) -> float:
@@ -48,10 +51,8 @@ def _parse_grace(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise UserError(
-            f"--grace {text}".rstrip() + ": give the seconds between the signal that stops the run and the kill, such "
-            "as 120."
-        )
+        option = f"--grace {text}".rstrip()
+        raise UserError(f"{option}: give the seconds between the signal that stops the run and the kill, such as 120.")
     return seconds
 
 
@@ -62,7 +63,31 @@ def parse_command(tokens: list[str]) -> Command:
         UserError: an option is unknown, misplaced or lacks its value.
     """
     command = Command([], None, None, [])
-    # First take tune's own options, which may stand anywhere.
+    other_tokens = _take_own_options(command, tokens)
+    for token in other_tokens:
+        if token.startswith("-") and not _is_option(token):
+            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
+    # The order of the others: torchrun's options, the recipe, overrides.
+    num_options = _count_options(other_tokens)
+    command.torchrun = other_tokens[:num_options]
+    overrides = other_tokens[num_options:]
+    if overrides and not _is_override(overrides[0]):
+        command.recipe = overrides.pop(0)
+    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
+        if token.startswith("-"):
+            if "=" not in token and not value.startswith("-") and not _is_override(value):
+                token = f"{token} {value}".rstrip()  # the option with its value, as it is to be moved
+            raise UserError(
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
+            )
+        if not _is_override(token):
+            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
+    command.overrides = overrides
+    return command
+
+
+def _take_own_options(command: Command, tokens: list[str]) -> list[str]:
+    """Set the options of tune itself, which may stand anywhere; return the other words."""
     other_tokens: list[str] = []
     remaining = iter(tokens)
     for token in remaining:
@@ -88,26 +113,7 @@ def parse_command(tokens: list[str]) -> Command:
             command.help = True
         else:
             other_tokens.append(token)
-    for token in other_tokens:
-        if token.startswith("-") and not _is_option(token):
-            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
-    # The order of the others: torchrun's options, the recipe, overrides.
-    num_options = _count_options(other_tokens)
-    command.torchrun = other_tokens[:num_options]
-    overrides = other_tokens[num_options:]
-    if overrides and not _is_override(overrides[0]):
-        command.recipe = overrides.pop(0)
-    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
-        if token.startswith("-"):
-            if "=" not in token and not value.startswith("-") and not _is_override(value):
-                token = f"{token} {value}".rstrip()
-            raise UserError(
-                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
-            )
-        if not _is_override(token):
-            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
-    command.overrides = overrides
-    return command
+    return other_tokens
 
 
 def require_config(command: Command, name: str, options: str = "") -> str:
@@ -131,6 +137,7 @@ def require_config(command: Command, name: str, options: str = "") -> str:
 
 
 def _torchrun_parser(usage: str = "") -> argparse.ArgumentParser:
+    """Return the parser of torchrun, with the name of our command."""
     # Read when torch is imported. In this process, `tune run` explains connections that fail, in place of C++ stack
     # traces; workers show errors, such as NCCL's, without traces of what they only warn about.
     is_default = "TORCH_CPP_LOG_LEVEL" not in os.environ
@@ -150,6 +157,7 @@ def _count_options(tokens: list[str]) -> int:
     """Return the number of leading ``tokens`` that are torchrun's options and their values."""
     if not tokens or not tokens[0].startswith("-"):
         return 0
+    # torchrun takes the first word that is no option or value for its script, and leaves all after it.
     parsed = _torchrun_parser(USAGE).parse_args([*tokens, "<end>"])
     for name, option in _CONFLICTING_OPTIONS.items():
         if getattr(parsed, name, False):
@@ -159,6 +167,7 @@ def _count_options(tokens: list[str]) -> int:
 
 def _is_option(token: str) -> bool:
     """Return whether ``token`` is an option of torchrun, with or without its value."""
+    # From the help text, because argparse has no public list of a parser's options.
     options = re.findall(r"(?<!\S)--?[a-z][\w-]*", _torchrun_parser().format_help())
     if not token.startswith("--") and token[:2] in options:  # a short option may be joined with its value
         return True
@@ -203,11 +212,11 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
         program: ``path …`` or ``--module name …``.
     """
     parser = _torchrun_parser()
-    unset_defaults = {
-        name: parser.get_default(name)
-        for name in ("rdzv_backend", "node_rank", "master_port")
-        if f"PET_{name.upper()}" not in os.environ  # torchrun also reads its options from such variables
-    }
+    # Without their defaults, these are None unless the command line sets them.
+    unset_defaults = {}
+    for name in ("rdzv_backend", "node_rank", "master_port"):
+        if f"PET_{name.upper()}" not in os.environ:  # torchrun also reads its options from such variables
+            unset_defaults[name] = parser.get_default(name)
     parser.set_defaults(**dict.fromkeys(unset_defaults))
     args = parser.parse_args([*options, *program])
     if args.rdzv_endpoint and args.rdzv_backend is None and args.node_rank is None:

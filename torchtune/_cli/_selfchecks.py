@@ -133,6 +133,7 @@ class _Checks:
         self._setting_names = {field.name for field in fields} or {*self._data}
         if not any(text.startswith("dtype=") for text in overrides):
             self._data["dtype"] = "fp32"
+        # Relative difference that another order of additions may cause, with room for several layers.
         self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
         if "max_seq_len" in _arguments(self._data["tokenizer"]) and not self._data["tokenizer"].get("max_seq_len"):
             self._data["tokenizer"]["max_seq_len"] = 1024
@@ -140,7 +141,10 @@ class _Checks:
 
     @staticmethod
     def _dataset_nodes(data: dict[str, Any]) -> list[dict[str, Any]]:
-        return data["dataset"] if isinstance(data["dataset"], list) else [data["dataset"]]
+        nodes = data["dataset"]
+        if isinstance(nodes, list):
+            return nodes
+        return [nodes]
 
     def _limited(self, rows: int, packed: bool = False) -> dict[str, Any]:
         """Return the config with the first rows of each dataset that has splits."""
@@ -295,10 +299,15 @@ class _Checks:
 
     def _loss_of(self, folder: str | Path, rows: list[dict[str, Any]]) -> float:
         """Return the config's loss of rows, with the weights of a folder."""
-        images = getattr(self._tokenizer, "takes_images", False)
-        model, _ = torchtune.load(folder, dtype=self._data["dtype"], device=self._data.get("device"), images=images)
+        model, _ = torchtune.load(
+            folder,
+            dtype=self._data["dtype"],
+            device=self._data.get("device"),
+            images=getattr(self._tokenizer, "takes_images", False),
+        )
         loss_fn = setup_loss(instantiate(self._data["loss"]), model)
-        collate = instantiate_collate(self._data.get("collate_fn", "torchtune.data.collate_documents"), self._tokenizer)
+        collate_name = self._data.get("collate_fn", "torchtune.data.collate_documents")
+        collate = instantiate_collate(collate_name, self._tokenizer)
         batch = collate(rows).to(next(model.parameters()).device)
         with torch.no_grad():
             hidden = model(**batch.model_inputs(), output="hidden")
@@ -313,10 +322,13 @@ class _Checks:
         return instantiate_dataset(self._limited(rows)["dataset"], self._tokenizer)
 
     def _examples(self, rows: int) -> list[dict[str, Any]]:
+        """Return the rows that a run reads of so many rows of each dataset."""
         dataset = self._dataset(rows)
-        return [dataset[i] for i in range(min(len(dataset), rows * len(self._dataset_nodes(self._data))))]
+        count = min(len(dataset), rows * len(self._dataset_nodes(self._data)))
+        return [dataset[index] for index in range(count)]
 
     def _is_whole(self, tokens: Any) -> bool:
+        """Return whether a row was not cut to the maximum length."""
         limit = getattr(self._tokenizer, "max_seq_len", None)
         return limit is None or len(tokens) < limit
 
@@ -330,6 +342,7 @@ class _Checks:
             raise NotChecked("the dataset has no conversations")
         num_checked = 0
         header = 0
+        # Some templates make several rows of a conversation, which then do not begin as it does.
         split_conversation = getattr(self._tokenizer, "conversations", lambda messages: [messages])
         for part, iterator in zip(parts, conversations_of_parts, strict=True):
             conversations = list(iterator)
@@ -370,7 +383,8 @@ class _Checks:
         prompt, _ = self._tokenizer.tokenize_messages(messages[:-1], add_end_tokens=False)
         if tokens[: len(prompt)].tolist() != list(prompt):
             raise CheckFailed("it does not begin with the prompt that generation has for its last answer")
-        if any(not message.masked for message in messages[-2:-1]):  # the config trains prompts, too
+        trains_question = len(messages) > 1 and not messages[-2].masked
+        if trains_question:  # the config trains prompts, too
             return 0
         header = len(prompt)  # trained tokens at the end of the prompt
         masked = np.flatnonzero(~trained[: len(prompt)])
@@ -393,13 +407,12 @@ class _Checks:
                 trained = is_trained(labels)  # [s]
                 # A passage ends at a trained token before one that is not trained, or at the end of the row.
                 ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
-                if self._is_whole(tokens):
-                    for end in ends:
-                        if int(tokens[end]) not in stops:
-                            raise CheckFailed(
-                                f"example {number}: no stop token is trained at the end of a passage, {end}"
-                            )
                 num_passages += len(ends)
+                if not self._is_whole(tokens):
+                    continue
+                for end in ends:
+                    if int(tokens[end]) not in stops:
+                        raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")
         if not num_passages:
             raise NotChecked(no_passages)
         return f"{num_passages} trained passages end with a stop token"
@@ -421,6 +434,7 @@ def run_recipe(recipe: RecipeTarget, config: Path, log: Path) -> str | None:
 
 
 def _arguments(node: Any) -> dict[str, Any]:
+    """Return the parameters of a config node's component."""
     return dict(inspect.signature(locate(node["_component_"])).parameters)
 
 

@@ -7,10 +7,12 @@ rows of ``dataset`` are held out.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,13 +169,19 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
                         "that they choose the recipe."
                     )
                 settings += data_settings
-        elif isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS and not _is_component(name):
+            continue
+        # A model of another builder, or a dotted path: the value of a setting and not a checkpoint.
+        builds_from_checkpoint = isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS
+        is_path = name.endswith(".gguf") or os.path.exists(name)
+        is_component = not is_path and _COMPONENT.fullmatch(name) is not None
+        if builds_from_checkpoint and not is_component:
             folder = _checkpoint_folder(key, name)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:
             other_overrides.append(f"{key}={name}")
     expanded = [*settings, *other_overrides]
     if held_out is not None:
+        # The dataset may be one that data= has chosen: read the config as it is now.
         document = read_document(config)
         apply_overrides(document, expanded)
         expanded += _held_out_rows(held_out, document.data)
@@ -215,10 +223,6 @@ def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str
     return shorthands, other_overrides
 
 
-def _is_component(name: str) -> bool:
-    return _COMPONENT.fullmatch(name) is not None and not name.endswith(".gguf") and not os.path.exists(name)
-
-
 def _say(topic: str, text: str) -> None:
     """Print what was found: to stderr, because `tune cat` prints a config to stdout."""
     print(f"{topic:<11} {text}", file=sys.stderr, flush=True)
@@ -235,7 +239,7 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         try:
             folder, _ = find_folder(find_checkpoint(name))
         except UserError as error:
-            if str(error).startswith(name):
+            if str(error).startswith(name):  # the message names it already
                 raise UserError(f"{key}={error}") from error
             raise UserError(f"{key}={name}: {error}") from error
     config_file = folder / "config.json"
@@ -264,7 +268,8 @@ def _folder_of_gguf(path: Path) -> Path:
     from torchtune.checkpoints import gguf_to_hf
 
     facts = path.stat()
-    digest = hashlib.sha256(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    identity = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
     folder = cache_root() / "gguf" / f"{path.stem}-{digest}"
     if not (folder / "config.json").is_file():
         _say("GGUF", f"{path}: its weights are written as bf16 to {folder}, once")
@@ -337,28 +342,32 @@ class _DataSettings:
             if not facts.formats:
                 line, reason = facts.problems[0]
                 raise UserError(f"data={self._name}: no row can be used: line {line}: {reason}.")
-            formats, firsts, row = facts.formats, facts.firsts, facts.example
+            formats = facts.formats
+            firsts = facts.firsts
+            row = facts.example
             row_format = facts.format
         else:
-            from collections import Counter
-
             from torchtune.datasets import format_of
 
             rows = self._hub_rows()
-            formats = Counter(map(format_of, rows))
-            firsts = {}
+            formats = Counter()
+            firsts = {}  # number of the first row of each format
             for number, hub_row in enumerate(rows, 1):
-                firsts.setdefault(format_of(hub_row), number)
+                hub_format = format_of(hub_row)
+                formats[hub_format] += 1
+                firsts.setdefault(hub_format, number)
             row = rows[0]
-            row_format = formats.most_common(1)[0][0]
+            row_format, _ = formats.most_common(1)[0]
         # Without settings, the chat dataset reads conversations of all formats.
         reads_all_formats = row_format.builder == "chat_dataset" and not row_format.settings
         if not reads_all_formats:
-            self._refuse_several_formats([counted_format for counted_format, _ in formats.most_common()], firsts)
+            most_frequent_first = [counted_format for counted_format, _ in formats.most_common()]
+            self._refuse_several_formats(most_frequent_first, firsts)
         self._refuse_several_readings(row_format, row)
         return row_format, row
 
     def _split(self) -> str:
+        """Return the split that is read: of the command line, or ``train``."""
         split = "train"
         for setting in self._chosen:
             key, _, value = setting.partition("=")
@@ -368,8 +377,6 @@ class _DataSettings:
 
     def _hub_rows(self) -> list[Mapping[str, Any]]:
         """Return the first rows of a dataset on the hub."""
-        from itertools import islice
-
         from torchtune.datasets import load_rows
 
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", self._name) or self._name.startswith("."):
@@ -381,13 +388,14 @@ class _DataSettings:
             key, _, value = setting.partition("=")
             if key in ("name", "data_files", "data_dir"):
                 arguments[key] = value
-        return list(islice(load_rows(self._name, **arguments), _HUB_ROWS))
+        return list(itertools.islice(load_rows(self._name, **arguments), _HUB_ROWS))
 
     def _refuse_several_formats(self, formats: list["RowFormat"], firsts: Mapping["RowFormat", int]) -> None:
         """Refuse rows of two formats: a dataset reads one of them."""
         builders = {row_format.builder for row_format in formats}
-        is_of_images = len(builders) == 1 and builders.pop().startswith("multimodal.")  # some rows may lack a tag
-        if len(formats) < 2 or is_of_images:
+        # Rows with images are of several formats if some of them lack the tag of an image; one builder reads them.
+        are_of_images = len(builders) == 1 and builders.pop().startswith("multimodal.")
+        if len(formats) < 2 or are_of_images:
             return
         readings = []
         for row_format in formats[:2]:
@@ -578,7 +586,7 @@ class _DataSettings:
             loss = self._loss_name()
             is_for_reranker = builder == "reranking_dataset"
             if loss not in _RETRIEVAL_LOSSES or is_for_reranker == loss.startswith("Rerank"):
-                return
+                return  # the settings of the rows change the recipe and the loss
             raise UserError(
                 f"data={self._name}: {loss} trains on {trained_on}, and the rows are {kind}, read by {builder}: leave "
                 "out the loss, which the rows then choose."
@@ -586,9 +594,11 @@ class _DataSettings:
         config, _, setting = _CONFIGS[read].partition(" ")
         if self._config_name.endswith("_distributed"):
             config += "_distributed"
+        remedy = f"--config {config}"
+        if setting:
+            remedy += f" {setting}"
         raise UserError(
-            f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use "
-            f"{f'--config {config} {setting}'.rstrip()}."
+            f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use {remedy}."
         )
 
     def _image_settings(self) -> list[str]:

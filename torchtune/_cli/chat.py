@@ -42,11 +42,7 @@ class Chat(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add(
-            "--model",
-            required=True,
-            help=CHECKPOINT,
-        )
+        add("--model", required=True, help=CHECKPOINT)
         add("--adapter", help="folder or repository of a LoRA adapter of that model")
         add("--system", help="system prompt")
         add("--image", action="append", metavar="FILE", help="image that is shown with the first line; may be repeated")
@@ -65,21 +61,19 @@ class Chat(Subcommand):
 
         args.model = find_checkpoint(args.model)
         conversation = _Conversation(args)
+        ranks = conversation.ranks
         with conversation:
-            self._read_lines(conversation)
-
-    def _read_lines(self, conversation: "_Conversation") -> None:
-        """Handle lines until the chat ends; of several processes, rank 0 reads them, and all handle them."""
-        if conversation.ranks.rank == 0 and sys.stdin.isatty():
-            print(_HELP)
-        while True:
-            line = None
-            if conversation.ranks.rank == 0:
-                line = self._read_line()
-            line = conversation.ranks.broadcast(line)
-            if line is None:
-                return
-            self._handle_line(conversation, line)
+            if ranks.rank == 0 and sys.stdin.isatty():
+                print(_HELP)
+            while True:
+                # Of several processes, rank 0 reads the lines, and all of them handle them.
+                line = None
+                if ranks.rank == 0:
+                    line = self._read_line()
+                line = ranks.broadcast(line)
+                if line is None:
+                    return
+                self._handle_line(conversation, line)
 
     @staticmethod
     def _read_line() -> str | None:
@@ -96,6 +90,7 @@ class Chat(Subcommand):
             except KeyboardInterrupt:  # Ctrl-C clears the line; Ctrl-D or /quit ends the chat
                 print()
                 continue
+            # Bytes that are not UTF-8 are surrogates of the line, which cannot be encoded.
             if not line.isascii() and line.encode(errors="ignore").decode() != line:
                 print("That line is not UTF-8: send it as UTF-8.", file=sys.stderr)
                 continue
@@ -105,6 +100,7 @@ class Chat(Subcommand):
 
     @staticmethod
     def _handle_line(conversation: "_Conversation", line: str) -> None:
+        """Run a command of the chat, or answer a line."""
         command, _, argument = line.partition(" ")
         argument = argument.strip()
         if not line:
@@ -184,7 +180,8 @@ class _Conversation:
         from torchtune.data import as_messages
         from torchtune.generation import prompt_row
 
-        messages = [*self._messages, {"role": "user", "content": [*self._images, {"type": "text", "content": text}]}]
+        question = {"role": "user", "content": [*self._images, {"type": "text", "content": text}]}
+        messages = [*self._messages, question]
         row = prompt_row(self._tokenizer, as_messages(messages), "the conversation")
         tokens = row["tokens"]
         room = self._model.max_seq_len - len(tokens)
@@ -239,7 +236,7 @@ class _Conversation:
         except KeyboardInterrupt:
             end = "interrupt"
         finally:
-            steps.close()
+            steps.close()  # the generator holds the KV cache
         pieces.append(decoder.end())
         print(pieces[-1], flush=True)
         return "".join(pieces), end
@@ -262,8 +259,8 @@ class _Conversation:
             nonlocal was_pressed
             was_pressed = True
 
-        handler = signal.signal(signal.SIGINT, note)
+        previous_handler = signal.signal(signal.SIGINT, note)
         try:
             yield lambda: self.ranks.any(was_pressed)
         finally:
-            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, previous_handler)

@@ -72,24 +72,31 @@ class DataShow(Subcommand):
         show_config(_read_settings(args.source, args.overrides), args.examples, args.all, SAMPLE)
 
     def _show_file(self, path: Path, args: argparse.Namespace) -> None:
+        """Report on the rows of a file, and with a tokenizer on the dataset that reads them."""
         from torchtune.datasets import CHECKED_SETTINGS, SAMPLE, report, scan, shared_rows
 
-        for file in filter(None, (path, args.validation)):
-            if not file.exists():
+        for file in (path, args.validation):
+            if file is not None and not file.exists():
                 raise UserError(f"there is no file {file}: correct the path.")
         overrides = _Overrides.of(args.overrides)
         if (overrides.dataset or overrides.tokenizer) and args.tokenizer is None:
             setting = [*overrides.dataset, *overrides.tokenizer][0]
             raise UserError(f"'{setting}' is a setting of a dataset: add --tokenizer to build the dataset.")
-        checked = [override for override in overrides.dataset if override.partition("=")[0] in CHECKED_SETTINGS]
-        splits = [override for override in overrides.dataset if override.partition("=")[0] == "split"]
-        options = {"everything": args.all, "settings": overrides.file_settings, "chosen": changed({}, checked)}
-        facts = scan(path, **options, **changed({}, splits))
+        checked = []  # settings of the dataset that decide which rows are usable
+        splits = []
+        for override in overrides.dataset:
+            key = override.partition("=")[0]
+            if key in CHECKED_SETTINGS:
+                checked.append(override)
+            if key == "split":
+                splits.append(override)
+        options = {"everything": args.all, "settings": changed({}, overrides.file), "chosen": changed({}, checked)}
+        facts = scan(path, **options, **changed({}, splits))  # the split is of this file alone
         print("\n".join(report(facts)))
         if args.validation is not None:
             held_out = scan(args.validation, **options)
             print("\n".join([*report(held_out), shared_rows(facts, held_out)]))
-        if not facts.formats or len(facts.problems) >= facts.rows:
+        if not facts.formats or len(facts.problems) >= facts.rows:  # after the report, which names them
             raise UserError(f"{path}: none of its {facts.rows:,} rows can be used: correct the rows.")
         if args.tokenizer is None:
             print("Add --tokenizer <checkpoint> to see tokens, trained tokens and packs.")
@@ -98,8 +105,9 @@ class DataShow(Subcommand):
         from torchtune._cli._data_show import show_dataset
 
         node = dataset_node(path, facts.format, [*overrides.file, *overrides.dataset])
-        has_images = ".multimodal." in node["_component_"]
-        loader = "torchtune.models.image_text_transform" if has_images else "torchtune.tokenizers.hf_tokenizer"
+        loader = "torchtune.tokenizers.hf_tokenizer"
+        if ".multimodal." in node["_component_"]:
+            loader = "torchtune.models.image_text_transform"
         defaults = {"_component_": loader, "path": args.tokenizer, "max_seq_len": args.max_seq_len}
         settings = {"dataset": node, "tokenizer": changed(defaults, overrides.tokenizer)}
         config.validate(settings)
@@ -139,11 +147,6 @@ class _Overrides:
             else:
                 sorted_overrides.dataset.append(override.replace("dataset.", "", 1))
         return sorted_overrides
-
-    @property
-    def file_settings(self) -> dict[str, Any]:
-        """Settings of the file, by name."""
-        return changed({}, self.file)
 
 
 class DataPrepare(Subcommand):
@@ -267,7 +270,7 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
             try:
                 with preparing_shard(output, shard), workers(processes):
                     dataset = instantiate_dataset(node, tokenizer)
-            except ShardWritten as written:
+            except ShardWritten as written:  # its rows are in files, and no dataset is built
                 records.append({"name": name, **written.record})
             else:
                 raise _not_prepared(name, dataset)

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,12 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         return None
 
     def show(make: Callable[[], str]) -> None:
+        """Print the text that ``make`` returns, unless it fails."""
         text = attempt(make)
         if text is not None:
             print(redact_secrets(text), flush=True)
 
+    # The data first: the length of the longest row decides the memory.
     data = None
     if view.dataset is not None:
         data = attempt(lambda: measure_data(view, processes))
@@ -105,12 +107,13 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     if data is not None:
         show(lambda: "\n".join(f"{name:<12}{text}" for name, text in data.lines))
     if problems:
-        sys.stdout.flush()
+        sys.stdout.flush()  # before the error, which goes to stderr
         raise RunError(problems)
     print("The run can start: no problem was found.")
 
 
 def _memory(main: Callable[[Any], Any], settings: Any, processes: int, length: int | None) -> str:
+    """Return the memory of a simulated step; of the weights alone if the recipe cannot be simulated."""
     from torchtune.estimate import memory, weights_memory
 
     estimate, reason = estimate_or_reason(main, settings, processes, length)
@@ -159,47 +162,33 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         UserError: the run does not fit, or cannot be simulated; see ``torchtune.estimate``.
     """
     from torchtune.config import load_and_check, redact_secrets
-    from torchtune.estimate import (
-        check_simulated,
-        describe,
-        estimate_run,
-        find_fastest,
-        parse_cluster,
-        parse_memory,
-        summary,
-    )
+    from torchtune.estimate import check_simulated, estimate_run, parse_cluster, parse_memory, summary
 
     processes, device = parse_cluster(cluster)
     limit = device.memory * _GIB
     if fit is not None:
         limit = parse_memory(fit)
-    if processes > 1 and recipe.registered and not _is_distributed_recipe(recipe.name):
-        raise UserError(
-            f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or use "
-            "the recipe and config for several devices."
-        )
+    if processes > 1 and recipe.registered:
+        entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
+        if not entry.supports_distributed:
+            raise UserError(
+                f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or "
+                "use the recipe and config for several devices."
+            )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
     check_simulated(settings)
 
+    def load(candidate: Sequence[str]) -> Any:
+        """Return the settings with the overrides of a candidate."""
+        return load_and_check(config, [*overrides, *candidate], main)
+
     def run(settings: Any) -> Any:
+        """Simulate a step with some settings."""
         return estimate_run(main, settings, processes, per_machine=device.per_machine)
 
     if fit is not None:
-        print(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:", flush=True)
-        fastest, estimate = find_fastest(
-            settings,
-            processes,
-            device,
-            limit,
-            lambda candidate: load_and_check(config, [*overrides, *candidate], main),
-            run,
-            lambda line: print(line, flush=True),
-        )
-        print(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n", flush=True)
-        if fastest.overrides:
-            print(f"Paste: {shlex.join(fastest.overrides)}\n")
-        print(redact_secrets(summary(estimate, device)), flush=True)
+        _print_fastest(settings, processes, device, limit, load, run)
         return
     if sys.stderr.isatty():
         print(f"Simulating a step on {cluster} …", file=sys.stderr, flush=True)
@@ -212,5 +201,34 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         )
 
 
-def _is_distributed_recipe(name: str) -> bool:
-    return next(recipe.supports_distributed for recipe in get_all_recipes() if recipe.name == name)
+def _print_fastest(
+    settings: Any,
+    processes: int,
+    device: Any,
+    limit: float,
+    load: Callable[[Sequence[str]], Any],
+    run: Callable[[Any], Any],
+) -> None:
+    """Search for the fastest settings that fit, and print them with their estimate.
+
+    Args:
+        settings: initial settings.
+        processes: number of processes.
+        device: accelerator of each process.
+        limit: memory of a device in bytes.
+        load: returns checked settings with overrides.
+        run: simulates settings.
+    """
+    from torchtune.config import redact_secrets
+    from torchtune.estimate import describe, find_fastest, summary
+
+    def report(line: str) -> None:
+        """Print a candidate as soon as it is simulated: the search takes minutes."""
+        print(line, flush=True)
+
+    report(f"Searching for settings that need at most {limit / _GIB:.1f} GiB per {device.name}:")
+    fastest, estimate = find_fastest(settings, processes, device, limit, load, run, report)
+    report(f"\nThe fastest that fits:\n{describe(fastest, limit)}\n")
+    if fastest.overrides:
+        print(f"Paste: {shlex.join(fastest.overrides)}\n")
+    report(redact_secrets(summary(estimate, device)))

@@ -115,6 +115,7 @@ class Eval(Subcommand):
 
     @staticmethod
     def _check_metrics(args: argparse.Namespace) -> None:
+        """Refuse options of something that is not measured."""
         for name in ("pooling", "dimensions", "reranker", "rerank_first"):
             if args.retrieval is None and getattr(args, name) is not None:
                 raise UserError(f"--{name.replace('_', '-')} needs texts to embed: give them in --retrieval.")
@@ -143,7 +144,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
-        data = Path("dataset_val")
+        data = Path("dataset_val")  # names the file of results
         node, max_seq_len = _validation_data(args.model)
     else:
         data = args.data.expanduser()
@@ -153,16 +154,17 @@ def eval_rows(args: argparse.Namespace) -> None:
         max_seq_len = None
     rows = []
     scores = torchtune.evaluation.make_scores(args.score)
-    if scores:
+    if scores:  # read before a model is loaded, which may take minutes
         columns = {"prompt": args.prompt, "answer": args.answer, "system": args.system}
         rows = torchtune.evaluation.read_eval_rows(data, **columns, limit=args.limit)
         torchtune.evaluation.check_scores(scores, rows, data)
     path = args.output / f"{data.stem}.results.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    evaluations = [
-        _evaluate(folder, adapter, args, data, rows, scores, node, max_seq_len) for folder, adapter in args.models
-    ]
-    print("\n".join([*_format_table(evaluations), *_format_remarks(evaluations, args)]))
+    evaluations = []
+    for folder, adapter in args.models:  # one after the other, because their memory may not suffice for two
+        evaluations.append(_evaluate(folder, adapter, args, data, rows, scores, node, max_seq_len))
+    lines = [*_format_table(evaluations), *_format_remarks(evaluations, args)]
+    print("\n".join(lines))
     results = {"data": str(data), "rows": len(rows), "models": [_result_entry(result) for result in evaluations]}
     _write_results(path, results)
 
@@ -189,11 +191,16 @@ def _write_results(path: Path, results: Any) -> None:
     print(f"results     {path}")
 
 
+def _run_settings(model: str) -> dict[str, Any]:
+    """Return the settings of a checkpoint's run; empty for a model that no run has saved."""
+    if (Path(model).expanduser() / torchtune.reports.SETTINGS).is_file():
+        return torchtune.reports.RunFolder(model).settings
+    return {}
+
+
 def _validation_data(model: str) -> tuple[Any, int | None]:
     """Return the ``dataset_val`` of a checkpoint's run, and the maximum sequence length."""
-    settings: dict[str, Any] = {}
-    if (Path(model).expanduser() / torchtune.reports.SETTINGS).is_file():
-        settings = torchtune.reports.RunFolder(model).settings
+    settings = _run_settings(model)
     if not settings.get("dataset_val"):
         raise UserError(
             f"there is nothing to measure: {model} is not of a run with dataset_val: give rows in --data, or --tasks."
@@ -216,6 +223,7 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     else:
         row_format = torchtune.datasets.RowFormat("no mappings")
     if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
+        # The perplexity of an answer is that of an instruction's.
         settings = torchtune.datasets.column_map(input="question", output="answer")
         row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
     elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
@@ -223,7 +231,9 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
             f"{data}: its rows are {row_format.kind}, but perplexity needs texts or conversations: use --score, or "
             "another file."
         )
-    overrides = [f"split=train[:{args.limit}]"] if args.limit else []
+    overrides = []
+    if args.limit:
+        overrides.append(f"split=train[:{args.limit}]")
     return dataset_node(data, row_format, overrides)
 
 
@@ -252,14 +262,16 @@ def _evaluate(
     Returns:
         ``model``, ``adapter`` and ``dtype``; ``perplexity`` and ``answers``, None if they were not measured.
     """
-    images = node is not None or any(row.has_images for row in rows)
+    images = node is not None or any(row.has_images for row in rows)  # the rows of a node are not read yet
     model, tokenizer = _load(args, folder, adapter, "layers", images=images)
     torchtune.generation.check_generates(model)
-    dtype = torchtune.training.precision.DTYPE_NAMES[torchtune.modules.text_decoder(model).tok_embeddings.weight.dtype]
+    weight = torchtune.modules.text_decoder(model).tok_embeddings.weight
+    dtype = torchtune.training.precision.DTYPE_NAMES[weight.dtype]
     perplexity = None
     if node is not None:
         tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
-        perplexity = torchtune.evaluation.perplexity(model, torchtune.datasets.instantiate_dataset(node, tokenizer))
+        dataset = torchtune.datasets.instantiate_dataset(node, tokenizer)
+        perplexity = torchtune.evaluation.perplexity(model, dataset)
     answers = None
     if scores:
         answers = torchtune.evaluation.evaluate_answers(
@@ -350,9 +362,9 @@ def _format_remarks(evaluations: list[dict[str, Any]], args: argparse.Namespace)
     last = evaluations[-1]["answers"]
     if first is not last:
         for name in last.scores:
-            interval = torchtune.reports.compare_rows(
-                dict(enumerate(first.scores[name])), dict(enumerate(last.scores[name]))
-            )
+            reference_scores = dict(enumerate(first.scores[name]))  # by row
+            model_scores = dict(enumerate(last.scores[name]))
+            interval = torchtune.reports.compare_rows(reference_scores, model_scores)
             if interval:
                 meaning = interval.meaning(less_is_better=False)
                 lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
@@ -379,7 +391,8 @@ def eval_classifier(args: argparse.Namespace) -> None:
     Raises:
         UserError: an option is for answers in text, there are no rows, or a row has a class that the model lacks.
     """
-    for option, value in {"--score": args.score, "--perplexity": args.perplexity, "--tasks": args.tasks}.items():
+    text_options = {"--score": args.score, "--perplexity": args.perplexity, "--tasks": args.tasks}
+    for option, value in text_options.items():
         if value:
             raise UserError(f"{option}: {args.model} is a classifier, which gives no text: leave it out.")
     node, max_seq_len, name = _labeled_data(args)
@@ -402,9 +415,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
 
 def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
     """Return the dataset node with labels, the maximum sequence length, and a name for the file of results."""
-    settings: dict[str, Any] = {}
-    if (Path(args.model).expanduser() / torchtune.reports.SETTINGS).is_file():
-        settings = torchtune.reports.RunFolder(args.model).settings
+    settings = _run_settings(args.model)
     max_seq_len = None
     if settings:
         max_seq_len = settings["tokenizer"].get("max_seq_len")
@@ -485,6 +496,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
             scores = torchtune.evaluation.evaluate_retrieval(model, tokenizer, data, **options)
             entries.append({**entry, "scores": scores})
         else:
+            # Both orders of the same texts, before and after the reranker.
             scores, reranked = torchtune.evaluation.evaluate_reranking(
                 model, tokenizer, reranker, data, first=first, **options
             )
@@ -495,7 +507,8 @@ def eval_retrieval(args: argparse.Namespace) -> None:
     header = ["", *entries[0]["scores"]]
     table = [header]
     for entry in entries:
-        table.append([entry["model"], *(f"{score:.3f}" for score in entry["scores"].values())])
+        cells = [f"{score:.3f}" for score in entry["scores"].values()]
+        table.append([entry["model"], *cells])
     print("\n".join(_align(table)))
     print(f"{len(data.queries):,} queries, {len(data.corpus):,} texts")
     path = args.output / f"{args.retrieval.stem}.retrieval.json"

@@ -21,8 +21,6 @@ LIBRARIES = ("axolotl", "trl", "llama-factory", "ms-swift")
 _TAGS = {
     "role", "content", "user", "assistant", "system", "from", "value", "human", "gpt", "observation", "tool",
 }  # fmt: skip
-
-
 # Settings of validation, without the @ that the table of keys has before them.
 _VALIDATION_KEYS = (
     "validates", "val_strategy", "val_interval", "vals_per_epoch", "val_size", "val_split", "val_datasets", "patience",
@@ -138,6 +136,7 @@ class ImportedConfig:
         ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
         for key in sorted(source_settings, key=lambda key: ranks.get(key, len(ranks))):
             self._take(key, source_settings[key])
+        # Where the file says nothing, the run is that of the other library's defaults, not of ours.
         names_in_file = set(self._settings)
         for key, value in self._table["defaults"].items():
             name = self._table["keys"][key].split()[0]
@@ -159,7 +158,7 @@ class ImportedConfig:
             self.covered[key] = "it is empty"
         elif key in self._table["keys"]:
             name, _, conversion = self._table["keys"][key].partition(" ")
-            if name in self._settings and value in (False, ""):
+            if name in self._settings and value in (False, ""):  # another key has decided it
                 self.covered[key] = "it is off"
                 return
             try:
@@ -177,38 +176,15 @@ class ImportedConfig:
 
     def _convert_config(self) -> dict[str, Any]:
         """Return the shipped config of the smallest model, with the model and all settings of the other config."""
+        # Settings that decide something are taken out one by one; what is left then has the name of a setting here.
         take = self._settings.pop
         method = take("@method", "full")
         reader = take("@reader", "")
         is_distributed = bool(take("@distributed", 0))
-        if reader == "preference_dataset":
-            name = "lora_dpo_single_device"
-        else:
-            name = "full" if method == "full" else "lora"
-            if not is_distributed:
-                name += "_single_device"
-        data = config.read_document(find_config(f"smol/135M_{name}")).data
-        if is_distributed:
-            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
-        base = Path(self.repository)
-        folder = str(base if base.is_dir() else f"/tmp/{base.name}")
-        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
-        data["device"] = None
-        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
-        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
-        data["checkpointer"]["checkpoint_dir"] = folder
-        is_quantized = take("@quantized", False) or method == "qlora"
-        if method != "full":
-            data["model_converters"] = [{"_component_": "torchtune.modules.peft.LoRA"}]
-            if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
-                data["model_converters"].insert(0, {"_component_": "torchtune.modules.low_precision.QuantizeBase"})
-        noise = take("@neftune", None)
-        if noise:
-            noise_converter = {"_component_": "torchtune.modules.NEFTune", "alpha": noise}
-            data["model_converters"] = [noise_converter, *data.get("model_converters", [])]
-        if take("@tiled_mlp", False):
-            tiles = {"_component_": "torchtune.modules.TiledMLP"}
-            data["model_converters"] = [tiles, *data.get("model_converters", [])]
+        data = self._shipped_config(method, reader, is_distributed)
+        converters = self._model_converters(method)
+        if converters:
+            data["model_converters"] = converters
         self._folder = take("@folder", "data")
         entries = self._entries(take("@datasets"), self._folder)
         nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
@@ -218,7 +194,7 @@ class ImportedConfig:
         scheduler_arguments = take("@scheduler_arguments", {})
         save_strategy = take("@save_strategy", "steps")
         saves_per_epoch = take("@saves_per_epoch", 0)
-        take("@column", None)
+        take("@column", None)  # which the datasets have read
         validation = {}
         for key in _VALIDATION_KEYS:
             validation[key] = take(f"@{key}", None)
@@ -227,8 +203,8 @@ class ImportedConfig:
             if section == "dataset":
                 self._set_dataset(nodes, name, value)
             elif section == "lora":
-                if "model_converters" in data:
-                    data["model_converters"][-1][name] = value
+                if method != "full":  # libraries have defaults of LoRA for runs without it as well
+                    converters[-1][name] = value
             elif section:
                 data.setdefault(section, {})[name] = value
             else:
@@ -247,6 +223,50 @@ class ImportedConfig:
         elif save_strategy != "steps":
             self.left["save_strategy"] = "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
         return self._finish(data)
+
+    def _shipped_config(self, method: str, reader: str, is_distributed: bool) -> dict[str, Any]:
+        """Return the shipped config of the smallest model for a method, with the paths of this model.
+
+        Args:
+            method: ``full``, ``lora`` or ``qlora``.
+            reader: dataset builder of the method, "" if the rows say it.
+            is_distributed: whether the run has several devices.
+        """
+        if reader == "preference_dataset":
+            name = "lora_dpo_single_device"
+        else:
+            name = "full" if method == "full" else "lora"
+            if not is_distributed:
+                name += "_single_device"
+        data = config.read_document(find_config(f"smol/135M_{name}")).data
+        if is_distributed:
+            self.covered["several devices"] = f"FSDP2 shards in the recipe {data['recipe']}"
+        base = Path(self.repository)
+        folder = f"/tmp/{base.name}"  # where tune download writes it
+        if base.is_dir():
+            folder = str(base)
+        data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
+        data["device"] = None
+        data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
+        data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
+        data["checkpointer"]["checkpoint_dir"] = folder
+        return data
+
+    def _model_converters(self, method: str) -> list[dict[str, Any]]:
+        """Take the settings that change the modules of the model; return their converters, LoRA as the last one."""
+        converters = []
+        if self._settings.pop("@tiled_mlp", False):
+            converters.append({"_component_": "torchtune.modules.TiledMLP"})
+        noise = self._settings.pop("@neftune", None)
+        if noise:
+            converters.append({"_component_": "torchtune.modules.NEFTune", "alpha": noise})
+        is_quantized = self._settings.pop("@quantized", False) or method == "qlora"
+        if method == "full":
+            return converters
+        if is_quantized:  # before LoRA, whose matrices stay in the dtype of the run
+            converters.append({"_component_": "torchtune.modules.low_precision.QuantizeBase"})
+        converters.append({"_component_": "torchtune.modules.peft.LoRA"})
+        return converters
 
     def _set_validation(
         self, data: dict[str, Any], nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any]
@@ -297,6 +317,7 @@ class ImportedConfig:
         if settings["val_datasets"]:
             entries = self._entries(settings["val_datasets"], self._folder)
             validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
+            # Labels of the same kind, so that the two losses can be compared.
             for node, training_node in zip(validation_nodes, nodes, strict=False):
                 if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
                     node.setdefault("masking_strategy", training_node["masking_strategy"])
@@ -339,7 +360,7 @@ class ImportedConfig:
         if "project" in data["metric_logger"]:
             data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
-            parameters = inspect.signature(config.locate(data[section]["_component_"])).parameters
+            parameters = _parameters_of(data[section])
             arguments = {key: value for key, value in data[section].items() if key in parameters}
             data[section] = {"_component_": data[section]["_component_"], **arguments}
         self._finish_loss(data["loss"])
@@ -351,8 +372,7 @@ class ImportedConfig:
         """Remove arguments that the loss does not have, and smoothing where a reweighted loss has none."""
         if loss.get("reweighting") is not None:
             loss.pop("label_smoothing", None)
-        parameters = inspect.signature(config.locate(loss["_component_"])).parameters
-        for key in loss.keys() - parameters.keys() - {"_component_"}:
+        for key in loss.keys() - _parameters_of(loss) - {"_component_"}:
             value = loss.pop(key)
             if value:
                 self.left[f"loss.{key}"] = f"{loss['_component_']} has no such argument"
@@ -368,14 +388,15 @@ class ImportedConfig:
         if ratio is not None and (warmup or not ratio):
             del scheduler["warmup_ratio"]
             self.covered["warmup_ratio"] = "warmup_steps comes first"
-        parameters = inspect.signature(config.locate(scheduler["_component_"])).parameters
-        for key in scheduler.keys() - parameters.keys() - {"_component_"}:
+        for key in scheduler.keys() - _parameters_of(scheduler) - {"_component_"}:
             del scheduler[key]
             self.left[f"lr_scheduler.{key}"] = f"{scheduler['_component_']} has no such argument"
 
     def _set_dataset(self, nodes: list[dict[str, Any]], name: str, value: Any) -> None:
+        """Set an argument of each dataset that has it; an entry of the datasets may have set it already."""
         for node in nodes:
-            if name == "name" or name in inspect.signature(config.locate(node["_component_"])).parameters:
+            # The name of a subset is passed on to the hub by every dataset.
+            if name == "name" or name in _parameters_of(node):
                 node.setdefault(name, value)
             elif value and name != "masking_strategy":
                 self.left[name] = f"{node['_component_']} has no such argument"
@@ -497,10 +518,10 @@ class ImportedConfig:
         role = hints["@tags"].get("role") or hints["@tags"].get("role_tag")
         if not role and kind.startswith("sharegpt"):
             role = "from"
-        style = "sharegpt" if role == "from" else "openai"
         column = hints["@columns"].get("messages") or hints["@column"]
-        column = column or {"sharegpt": "conversations", "openai": "messages"}[style]
-        return chat_format(column, style)
+        if role == "from":
+            return chat_format(column or "conversations", "sharegpt")
+        return chat_format(column or "messages", "openai")
 
 
 def _most_frequent_format(path: Path) -> "RowFormat | None":
@@ -513,7 +534,14 @@ def _most_frequent_format(path: Path) -> "RowFormat | None":
     if not formats:
         return None
     row_format, _ = formats[0]
-    return row_format if row_format.builder else None
+    if not row_format.builder:
+        return None
+    return row_format
+
+
+def _parameters_of(node: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parameters of a config node's component."""
+    return set(inspect.signature(config.locate(node["_component_"])).parameters)
 
 
 def _part_of_epoch(times: int, epochs: int) -> float | str:

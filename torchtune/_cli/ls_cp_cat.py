@@ -58,6 +58,8 @@ class List(Subcommand):
             print("\n".join(overview()))
 
     def _print_all(self) -> None:
+        """Print each recipe with its configs, in two columns that programs can read."""
+
         def row(recipe: str, config: str) -> None:
             print(f"{recipe:<40} {config:<40}")
 
@@ -69,9 +71,11 @@ class List(Subcommand):
                 row("", name)
 
     def _print_matches(self, words: list[str]) -> None:
+        """Print the configs that match all words: files, those made when they are named, and those that cannot be."""
         matches = find_configs(words)
         on_demand = find_configs(words, "on_demand")
-        models = {_model_of(config) for config, _ in [*matches, *on_demand]} - {None}
+        models = {_model_of(config) for config, _ in [*matches, *on_demand]}
+        models.discard(None)
         impossible = find_configs(words, "impossible")
         if not matches and not on_demand:
             if not impossible:
@@ -94,14 +98,10 @@ class List(Subcommand):
             print(f"MODEL_METHOD, as {on_demand[0][0].name}: {len(on_demand):,} more, made when they are named")
         for model, methods in methods_by_model.items():
             print(f"{model}: {', '.join(methods)}")
-        if len(models) == 1:
+        if len(models) == 1:  # the reasons of many models would hide the configs
             _print_impossible([config.name for config, _ in impossible])
-        print(f"{len(matches) + len(on_demand):,} of {_num_configs():,} configs. To run one: tune run --config NAME")
-
-
-def _num_configs() -> int:
-    """Return the number of configs, files and others."""
-    return sum(len(recipe.configs) for recipe in get_all_recipes()) + len(configs_on_demand())
+        num_configs = sum(len(recipe.configs) for recipe in get_all_recipes()) + len(configs_on_demand())
+        print(f"{len(matches) + len(on_demand):,} of {num_configs:,} configs. To run one: tune run --config NAME")
 
 
 def _model_of(config: Config) -> str | None:
@@ -192,20 +192,25 @@ def destination_of(source: Path, destination: str) -> Path:
 def back_up(path: Path, content: bytes) -> Path | None:
     """Copy ``path`` to ``<name>.bak`` (or ``.bak1``, …) unless it equals ``content``.
 
-    Returns the backup, or ``None`` if there is nothing to back up.
+    Returns:
+        The backup, or ``None`` if there is nothing to back up.
     """
-    if not path.is_file() or (old := path.read_bytes()) == content:
+    if not path.is_file():
         return None
-    names = (f"{path.name}.bak{number or ''}" for number in itertools.count())
-    for backup in map(path.with_name, names):
-        if backup.is_file() and backup.read_bytes() == old:
+    previous = path.read_bytes()
+    if previous == content:
+        return None
+    backup = path.with_name(f"{path.name}.bak")
+    number = 0
+    while os.path.lexists(backup):  # also a link to nothing
+        if backup.is_file() and backup.read_bytes() == previous:
             return backup
-        if not os.path.lexists(backup):
-            with atomic_write(backup, private=True) as file:
-                file.write(old)
-            shutil.copystat(path, backup)
-            return backup
-    raise AssertionError  # the counter is infinite
+        number += 1
+        backup = path.with_name(f"{path.name}.bak{number}")
+    with atomic_write(backup, private=True) as file:
+        file.write(previous)
+    shutil.copystat(path, backup)
+    return backup
 
 
 def changed_text(config: Path, overrides: list[str]) -> str:
@@ -225,10 +230,11 @@ def changed_text(config: Path, overrides: list[str]) -> str:
     document = read_document(config)
     apply_overrides(document, overrides)
     document.check()
+    # A section whose value is the same keeps its lines; one that has changed is written anew, without its comments.
     lines = []
     key = ""  # top-level key of the current line
     for line in config.read_text(encoding="utf-8-sig").splitlines(keepends=True):
-        is_key = line[:1] not in (" ", "-", "#", "\n")
+        is_key = line[:1] not in (" ", "-", "#", "\n")  # a list may begin at the column of its key
         is_within = line[:1] in (" ", "-")
         if is_key:
             key = line.partition(":")[0].strip("\"'")
@@ -237,12 +243,13 @@ def changed_text(config: Path, overrides: list[str]) -> str:
             lines.append(line)
         elif is_key and key in document.data:
             lines.append(_yaml_of(key, document.data[key]))
-    for key in document.data.keys() - original.data.keys():
+    for key in document.data.keys() - original.data.keys():  # set by the command line alone
         lines.append(_yaml_of(key, document.data[key]))
     return "".join(lines)
 
 
 def _yaml_of(key: str, value: object) -> str:
+    """Return a setting as YAML; a text stays in one line."""
     import yaml
 
     return yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000)
@@ -284,7 +291,10 @@ class Copy(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         source = find_recipe(args.file) or find_config(args.file)
         if source is None:
-            hint = f": {suggest_configs(args.file)}".rstrip(": ") or "."
+            hint = "."
+            suggestion = suggest_configs(args.file)
+            if suggestion:
+                hint = f": {suggestion}"
             self._parser.error(
                 f"Invalid file name: {args.file}. Try `tune ls` to see all available files to copy{hint}"
             )

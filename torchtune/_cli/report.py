@@ -50,9 +50,13 @@ def _estimate(run: Any) -> tuple[Any, str]:
     from torchtune.config import load_and_check
     from torchtune.reports import SETTINGS
 
-    longest = run.start.get("data", {}).get("dataset", {}).get("lengths", {}).get("edges", [0])[-1]
+    # The run has recorded the lengths of its rows as a histogram, whose last edge is the longest.
+    data = run.start.get("data", {}).get("dataset", {})
+    edges = data.get("lengths", {}).get("edges", [0])
+    longest = edges[-1]
+    tokenizer = run.settings.get("tokenizer") or {}
     overrides = []
-    if longest and not (run.settings.get("tokenizer") or {}).get("max_seq_len"):
+    if longest and not tokenizer.get("max_seq_len"):
         overrides.append(f"tokenizer.max_seq_len={math.ceil(longest)}")
     try:
         main = resolve_recipe(run.recipe).load_main()

@@ -100,6 +100,7 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
+        # Find the recipe and the config; each of them may be left out if the other one says it.
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
@@ -115,14 +116,16 @@ class Run(Subcommand):
             if former_name is not None:
                 command.overrides.insert(0, f"recipe={former_name}")
         if command.help:
-            self._print_settings(recipe)
+            from torchtune.config import describe_settings, settings_of
+
+            print(describe_settings(settings_of(recipe.load_main())), end="")
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
         command.overrides = expand_shorthands(config, command.overrides, command.recipe)
         if command.recipe is None:
             recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
-        if command.grace is not None:
+        if command.grace is not None:  # for torchrun and the workers
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
             from torchtune._cli.estimate import estimate
@@ -135,11 +138,6 @@ class Run(Subcommand):
         else:
             self._check_distributed(recipe, wanted=False)
             run_here(recipe, config, command.overrides)
-
-    def _print_settings(self, recipe: RecipeTarget) -> None:
-        from torchtune.config import describe_settings, settings_of
-
-        print(describe_settings(settings_of(recipe.load_main())), end="")
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Print the requirements of a run, and finally the errors that prevent its start."""
@@ -173,6 +171,7 @@ class Run(Subcommand):
         _run_torchrun(args)
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
+        """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
         if not recipe.registered:
             return
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
@@ -223,6 +222,7 @@ def _run_torchrun(args: argparse.Namespace) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_is_new_information)
+    # Workers ask their agent whether it lives, and wait for other machines only if there are some.
     os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
     try:
         torchrun(args)

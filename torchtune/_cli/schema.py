@@ -54,7 +54,8 @@ def _schema_of_all_recipes() -> dict[str, Any]:
         recipe_names = [recipe.name, *recipe.former_names]
         names += recipe_names
         has_this_recipe = {"properties": {"recipe": {"enum": recipe_names}}, "required": ["recipe"]}
-        choices.append({"if": has_this_recipe, "then": {"$ref": f"#/$defs/{_escape(recipe.name)}"}})
+        pointer = recipe.name.replace("~", "~0").replace("/", "~1")  # in a JSON pointer (RFC 6901)
+        choices.append({"if": has_this_recipe, "then": {"$ref": f"#/$defs/{pointer}"}})
     return {
         "$schema": dialect,
         "type": "object",
@@ -63,8 +64,3 @@ def _schema_of_all_recipes() -> dict[str, Any]:
         "allOf": choices,
         "$defs": definitions,
     }
-
-
-def _escape(name: str) -> str:
-    """Write a name in a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1")

@@ -77,7 +77,7 @@ class Serve(Subcommand):
             )
         except (OSError, OverflowError) as error:
             raise UserError(f"--port {args.port} cannot be used ({error}): choose another one, or 0.") from error
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server as Ctrl-C does
         with server:
             print(f"serving {', '.join(models)} at http://127.0.0.1:{server.server_port}/v1", flush=True)
             try:

@@ -107,9 +107,14 @@ def draw_trials(dimensions: Sequence[Dimension], count: int, seed: int) -> list[
     generator = random.Random(seed)
     columns = []
     for dimension in dimensions:
+        # One value from the middle of each of ``count`` equal intervals, in random order.
         order = list(range(count))
         generator.shuffle(order)
-        columns.append([f"{dimension.key}={dimension.value_at((rank + 0.5) / count)}" for rank in order])
+        column = []
+        for interval in order:
+            value = dimension.value_at((interval + 0.5) / count)
+            column.append(f"{dimension.key}={value}")
+        columns.append(column)
     trials = [list(settings) for settings in zip(*columns, strict=True)]
     return [trial for index, trial in enumerate(trials) if trial not in trials[:index]]
 
@@ -133,11 +138,13 @@ class Rung:
         if self.num_halvings == 0:
             return total
         steps = total >> self.num_halvings
-        return min(total, max(self.every, steps - steps % self.every))
+        steps -= steps % self.every  # down to a measurement, and at least to the first one
+        return min(total, max(self.every, steps))
 
 
 def plan_rungs(num_trials: int, every: int = 1) -> list[Rung]:
     """Return the rungs of a sweep: half of the trials go on for twice as many steps, until two finish."""
+    # From the last rung, which is a whole run, back to the first one, which has all trials.
     rungs = [Rung(min(num_trials, _FINALISTS), 0, every)]
     while rungs[0].num_trials < num_trials:
         later = rungs[0]
@@ -246,6 +253,8 @@ class Sweep(Subcommand):
 
 @dataclass
 class _Options:
+    """Options of the sweep itself, as its help explains them."""
+
     output: Path = Path()
     trials: int = 8
     metric: str | None = None
@@ -273,8 +282,8 @@ def _take_options(tokens: Sequence[str]) -> tuple[_Options, list[str]]:
             if not value:
                 raise SweepError(f"{flag} needs a value.")
             if flag in ("--trials", "--seed"):
-                if not value.isdigit() or (flag == "--trials" and int(value) < 2):
-                    least = 2 if flag == "--trials" else 0
+                least = 2 if flag == "--trials" else 0  # one trial leaves nothing to compare
+                if not value.isdigit() or int(value) < least:
                     raise SweepError(f"{flag} is {value}: it must be a whole number of at least {least}.")
                 setattr(options, flag[2:], int(value))
             elif flag == "--output":
@@ -323,9 +332,8 @@ class _Sweep:
             raise SweepError("no setting varies: give a range, such as optimizer.lr=1e-5:1e-3:log, or a list, a,b.")
         if not any(override.startswith("seed=") for override in self._fixed):
             self._fixed.append(f"seed={options.seed}")
-        drawn = draw_trials(dimensions, options.trials, options.seed)
         self._trials = []
-        for number, settings in enumerate(drawn):
+        for number, settings in enumerate(draw_trials(dimensions, options.trials, options.seed)):
             self._trials.append(Trial(number, settings, self._folder / f"trial_{number:02}"))
         self._settings = self._check_trials()
         self._metric = self._choose_metric(options.metric)
@@ -335,6 +343,7 @@ class _Sweep:
             self._ray = _RayTasks(num_processes, getattr(self._settings, "device", None))
 
     def _overrides(self, trial: Trial) -> list[str]:
+        """Return the settings of a trial's run that the command line and the sweep decide."""
         return [*self._fixed, *trial.settings, f"output_dir={trial.folder}"]
 
     def _check_trials(self) -> Any:
@@ -346,6 +355,7 @@ class _Sweep:
         return settings[0]
 
     def _choose_metric(self, name: str | None) -> Metric:
+        """Return the metric of ``--metric``, or the loss, and of validation if the trials validate."""
         every = getattr(self._settings, "run_val_every_n_steps", None)
         validates = getattr(self._settings, "dataset_val", None) is not None and every is not None
         default = "val_loss" if validates else "loss"
@@ -399,15 +409,16 @@ class _Sweep:
                     self._run_rungs()
 
     def _run_rungs(self) -> None:
-        every = 1
+        """Run the trials of each rung, the better half of those of the rung before, and print the result."""
+        every = 1  # a loss is logged at each step, other metrics at each validation
         if self._metric.name.startswith("val_"):
             every = self._settings.run_val_every_n_steps
-        remaining = self._trials
+        remaining = self._trials  # in the order of their results, after the first rung
         for rung in plan_rungs(len(self._trials), every):
             remaining = remaining[: rung.num_trials]
             print(f"{len(remaining)} trials, to 1/{2**rung.num_halvings} of the steps of a run", flush=True)
             self._run_to(rung, remaining)
-            ranked = self._metric.sort(remaining)
+            ranked = self._metric.sort(remaining)  # without those that have failed or diverged
             if not ranked:
                 raise SweepError(self._explain_no_result(remaining))
             remaining = ranked
@@ -456,6 +467,7 @@ class _Sweep:
         print(f"  trial {trial.number}: {' '.join(trial.settings)}: {result}", flush=True)
 
     def _explain_no_result(self, trials: Sequence[Trial]) -> str:
+        """Return why none of the trials can go on."""
         errors = [trial.error for trial in trials if trial.error is not None]
         if errors:
             return f"no trial has a {self._metric.name}; the first failed with: {errors[0]}"
@@ -465,6 +477,7 @@ class _Sweep:
         )
 
     def _print_result(self, finalists: Sequence[Trial]) -> None:
+        """Print a table of all trials, the best first, and the comparison of those that finished."""
         from torchtune.reports import Comparison, RunFolder
 
         best_first = self._metric.sort(finalists)
@@ -490,6 +503,7 @@ class _Progress:
 
     @classmethod
     def of(cls, folder: Path) -> "_Progress":
+        """Read the progress of the run in a folder, which may be going on."""
         from torchtune.reports import RunFolder
 
         try:
@@ -540,7 +554,7 @@ def _train(stage: _Stage, working_directory: str) -> str | None:
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             progress = _Progress.of(folder)
-            is_finished = progress.last_step == progress.total_steps
+            is_finished = progress.last_step == progress.total_steps  # the run ends by itself
             if not was_stopped and progress.has_reached(stage.rung) and not is_finished:
                 process.send_signal(signal.SIGTERM)
                 was_stopped = True

@@ -22,9 +22,28 @@ from torchtune._cli.sweep import Sweep
 from torchtune.config import redact_secrets
 from torchtune.utils import UserError, file_limits
 
+# In the order of `tune --help`.
 SUBCOMMANDS = (
-    *(Download, List, Copy, Data, Run, Sweep, Report, Compare, Estimate, Validate, Schema, Cat, Chat, Serve),
-    *(Eval, Export, Checkpoint, Selfcheck, Doctor, Import),
+    Download,
+    List,
+    Copy,
+    Data,
+    Run,
+    Sweep,
+    Report,
+    Compare,
+    Estimate,
+    Validate,
+    Schema,
+    Cat,
+    Chat,
+    Serve,
+    Eval,
+    Export,
+    Checkpoint,
+    Selfcheck,
+    Doctor,
+    Import,
 )
 
 

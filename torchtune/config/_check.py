@@ -17,6 +17,7 @@ from torchtune.config._errors import (
     did_you_mean,
     join_key,
     nearest,
+    split_key,
     suggestion,
 )
 from torchtune.config._interpolate import UNRESOLVED
@@ -89,14 +90,17 @@ class Checker:
         for name, setting in settings.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
+        # Rules of a class may rely on the types of its fields.
         if self._count_mistakes() == mistakes_before:
             self._check_rules(path, cls, values)
         return values
 
     def _count_mistakes(self) -> int:
+        """Return the number of mistakes so far, with those that have no message yet."""
         return self.document.count + len(self.unknown) + len(self.missing)
 
     def _add_accepted_names(self, path: KeyPath, names: Collection[str]) -> None:
+        """Note names that the section at ``path`` accepts, for suggestions."""
         for name in names:
             self.accepted_names.setdefault(name, []).append(join_key((*path, name)))
 
@@ -107,10 +111,7 @@ class Checker:
             if not hasattr(settings, "check"):
                 return
             for key, message in settings.check():
-                key_path = path
-                for part in key.split("."):
-                    key_path += (int(part),) if part.isdigit() else (part,)
-                self.document.add(key_path, message)
+                self.document.add((*path, *split_key(key)), message)
         except ValueError as error:
             self.document.add(path, str(error))
 
@@ -123,19 +124,21 @@ class Checker:
         """
         base, extras = split_annotated(annotation)
         if isinstance(value, str) and UNRESOLVED in value:
-            return value
-        # An exact type match comes before a conversion.
+            return value  # its reference is a mistake already
+        # An exact type match comes before a conversion: an integer stays one for `float | int`.
         alternatives = sorted(union_members(base), key=lambda member: split_annotated(member)[0] is not type(value))
         fits = [_has_type(value, member) for member in alternatives]
-        position = self.document.positions.get(path)
-        if not any(fits) and str in alternatives and position and position.raw and isinstance(value, (int, float)):
-            return position.raw  # a number on the command line for a text setting
+        if not any(fits) and str in alternatives and isinstance(value, (int, float)):
+            position = self.document.positions.get(path)
+            if position is not None and position.raw:  # a number on the command line for a text setting
+                return position.raw
         if True not in fits:
-            if None in fits:
+            if None in fits:  # the annotation says nothing of its type
                 return self.visit_components(path, value)
             self._add_type_mistake(path, value, annotation)
             return value
         member = alternatives[fits.index(True)]
+        # A mapping that is a component, where any mapping is allowed.
         if is_component(value) and all(split_annotated(option)[0] is not Component for option in alternatives):
             return self.visit_components(path, value)
         extras = (*extras, *split_annotated(member)[1])
@@ -152,7 +155,9 @@ class Checker:
         """Check that the object exists, if it must, and return its path, qualified."""
         if not required:
             # A recipe imports modules such as json, whose names have another meaning in the setting.
-            return qualify(text, self.namespace) if callable(self.namespace.get(text)) else text
+            if callable(self.namespace.get(text)):
+                return qualify(text, self.namespace)
+            return text
         try:
             locate(text, self.namespace)
         except (InstantiationError, ValueError) as error:
@@ -170,6 +175,7 @@ class Checker:
             self.document.add(path, "must be a number, not nan")
 
     def _add_type_mistake(self, path: KeyPath, value: Any, annotation: Any) -> None:
+        """Add a mistake for a value of another type, or for a text that is none of the choices."""
         hint = ""
         if isinstance(value, str):
             base, _ = split_annotated(annotation)
@@ -217,7 +223,9 @@ class Checker:
             return items
         values = []
         for index, item in enumerate(items):
-            annotation = args[index] if has_fixed_length else args[0]
+            annotation = args[0]
+            if has_fixed_length:
+                annotation = args[index]
             # Every component in a list gets the same runtime arguments.
             if Component in union_members(annotation):
                 annotation = Annotated[annotation, runtime_args]
@@ -249,6 +257,7 @@ class Checker:
             self._check_component(path, node, runtime_args)
 
     def _check_component(self, path: KeyPath, node: dict[str, Any], runtime_args: RuntimeArgs | None) -> None:
+        """Import a component, and check its node against its ``Config`` or its signature; the node is converted."""
         name = node["_component_"]
         if isinstance(name, str) and UNRESOLVED in name:
             return
@@ -265,8 +274,10 @@ class Checker:
             # `__init__` takes the config first, then the runtime arguments.
             self._bind_runtime_args(path, name, remaining(accepts(target), 1), runtime_args, set())
         elif callable(target):
-            keywords = runtime_args.keywords if runtime_args else ()
-            signature = accepts(target, {*arguments, *keywords})
+            names = set(arguments)
+            if runtime_args is not None:
+                names.update(runtime_args.keywords)
+            signature = accepts(target, names)
             self._add_accepted_names(path, signature.named)
             bound = self._bind_runtime_args(path, name, signature, runtime_args, set(node))
             self._check_arguments(path, node, signature, runtime_args, bound)
@@ -353,13 +364,16 @@ class Checker:
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
-            local_name = None if other_paths else nearest(key, local_names)
-            similar_name = None if other_paths or local_name else nearest(key, self.accepted_names)
-            suggested = local_name
+            local_name = None
             if other_paths:
                 suggested = other_paths[0]
-            elif similar_name:
-                suggested = self.accepted_names[similar_name][0]
+            else:
+                local_name = nearest(key, local_names)
+                suggested = local_name
+                if local_name is None:
+                    similar_name = nearest(key, self.accepted_names)
+                    if similar_name is not None:
+                        suggested = self.accepted_names[similar_name][0]
             if len(path) == 1 and is_note(self.document, key, local_names, self.accepted_names):
                 self.notes[key] = suggested
                 continue

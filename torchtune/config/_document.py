@@ -37,10 +37,9 @@ _SCALARS = {f"{_CORE}{name}" for name in ("str", "int", "float", "bool", "null")
 # PyYAML looks up the patterns of plain scalars by their first character. The rows of floats are replaced, and the rows
 # of dates are removed.
 _Loader.yaml_implicit_resolvers = {}
+_REPLACED = (f"{_CORE}float", f"{_CORE}timestamp")
 for _character, _rows in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_character] = [
-        (tag, pattern) for tag, pattern in _rows if tag not in (f"{_CORE}float", f"{_CORE}timestamp")
-    ]
+    _Loader.yaml_implicit_resolvers[_character] = [(tag, pattern) for tag, pattern in _rows if tag not in _REPLACED]
 _Loader.add_implicit_resolver(f"{_CORE}float", _FLOAT, list("-+0123456789."))
 
 # Limits of a file; the largest shipped config has about a hundred values. Aliases are expanded.
@@ -100,7 +99,9 @@ class Document:
     def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
         """Add a mistake, with secrets redacted; ``at`` is the key to point to, by default ``path``."""
         self.count += 1
-        position = self.position(path if at is None else at)
+        if at is None:
+            at = path
+        position = self.position(at)
         key = redact_secrets(truncate_text(join_key(path), 200))
         mistake = Mistake(position.text, key, redact_secrets(reason)[:2000], position.line)
         if mistake not in self.mistakes and len(self.mistakes) < MAX_MISTAKES:
@@ -158,15 +159,19 @@ class _Builder:
         return value
 
     def _record_position(self, path: KeyPath, node: yaml.Node) -> None:
+        """Record the file and line of a node."""
         line = node.start_mark.line + 1
         self.document.positions[path] = Position(f"{self.document.name}:{line}", line)
 
     def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+        """Convert a mapping; a key that cannot be one, or is given twice, is a mistake, and is left out."""
         value: dict[Any, Any] = {}
         merged: dict[Any, Any] = {}
         for key_node, item in node.value:
             if key_node.tag == f"{_CORE}merge":  # <<: *defaults, or a list of them; earlier ones win
-                sources = item.value if isinstance(item, yaml.SequenceNode) else [item]
+                sources = [item]
+                if isinstance(item, yaml.SequenceNode):
+                    sources = item.value
                 for source in sources:
                     defaults = self.build(source, path)
                     if isinstance(defaults, dict):
@@ -192,6 +197,7 @@ class _Builder:
 
 
 def _unknown_tag_error(node: yaml.Node) -> yaml.YAMLError:
+    """Return the error for a tag that YAML has no plain value for, such as ``!!python/object``."""
     tag = truncate_text(node.tag.replace(_CORE, "!!"))
     problem = f"could not determine a constructor for the tag '{tag}': a config holds plain values only"
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
@@ -206,12 +212,13 @@ def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
         value = loader.construct_object(node)
         if kind == "int" and abs(value) >= 2**63:
             raise ValueError
-        if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():
+        if kind == "float" and math.isinf(value) and "inf" not in node.value.lower():  # 1e999
             raise ValueError
     except (ValueError, LookupError) as error:
         text = truncate_text(redact_secrets(node.value))
-        size = " of at most 64 bits" if kind in ("int", "float") else ""
-        problem = f"'{text}' is no {kind}{size}: put quotation marks around text"
+        if kind in ("int", "float"):
+            kind += " of at most 64 bits"
+        problem = f"'{text}' is no {kind}: put quotation marks around text"
         raise BadValue(problem=problem, problem_mark=node.start_mark) from error
     return value
 
@@ -276,7 +283,9 @@ def read_document(path: str | Path) -> Document:
         data = _parse(text, document)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        position = f"{name}:{mark.line + 1}" if mark else name
+        position = name
+        if mark:
+            position += f":{mark.line + 1}"
         raise ConfigError([Mistake(position, "", syntax_reason(error))]) from error
     if isinstance(data, dict):
         document.data = data
@@ -317,7 +326,10 @@ def read_value(text: str) -> Any:
             value = _parse(stripped, Document({}))
         except yaml.YAMLError:
             return text  # no closing quotation mark: plain text
-        return value if isinstance(value, str) else text
+        if isinstance(value, str):
+            return value
+        return text
+    # The type that YAML gives a plain scalar: `(True, False)` says that it is plain, not quoted.
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
     if tag not in _SCALARS or tag == f"{_CORE}str":
@@ -410,18 +422,24 @@ def _convert_key(node: Any, key: str, section_path: KeyPath) -> str | int:
         return int(key)
     if not isinstance(node, dict):
         raise _InvalidOverride(f"{join_key(section_path)} is {format_value(node, section_path)}, not a section")
-    return int(key) if key.isdigit() and int(key) in node else key
+    if key.isdigit() and int(key) in node:
+        return int(key)
+    return key
 
 
 def _assign(document: Document, keys: list[str], text: str, position: Position) -> None:
     """Set the value at ``keys`` to what ``text`` means in YAML; sections that do not exist are created."""
     try:
-        # Of the settings that hold digits, `max_filename` alone is text: its zeros count (00005).
-        value = text if "max_filename" in keys[-1] else read_value(text)
+        if "max_filename" in keys[-1]:
+            value = text  # of the settings that hold digits, it alone is text: its zeros count (00005)
+        else:
+            value = read_value(text)
     except BadValue as error:
         raise _InvalidOverride(syntax_reason(error)) from error
     except yaml.YAMLError as error:
-        quoted = REDACTED if is_secret(keys[-1]) else f"'{truncate_text(redact_secrets(text))}'"
+        quoted = f"'{truncate_text(redact_secrets(text))}'"
+        if is_secret(keys[-1]):
+            quoted = REDACTED
         reason = f"{quoted} is not a complete list or mapping: put quotation marks around text"
         raise _InvalidOverride(reason) from error
     node: Any = document.data
@@ -433,8 +451,8 @@ def _assign(document: Document, keys: list[str], text: str, position: Position) 
             document.set(path, {}, position)
         node = node[step]
     path = (*path, _convert_key(node, keys[-1], path))
-    old_value = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
-    if is_component(old_value) and isinstance(value, str) and "${" not in value:
+    previous = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
+    if is_component(previous) and isinstance(value, str) and "${" not in value:
         path = (*path, "_component_")  # model=package.builder keeps the other arguments
     document.set(path, value, position)
 

@@ -1,6 +1,7 @@
 """Errors in a config: place, reason, and suggestions for misspelt names."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,17 @@ def join_key(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+def split_key(text: str) -> KeyPath:
+    """Split a dotted key: ``"dataset.0.split"`` or ``"dataset[0].split"`` -> ``("dataset", 0, "split")``."""
+    path: list[str | int] = []
+    for part in re.split(r"[.\[\]]+", text):
+        if part.isdigit():
+            path.append(int(part))
+        elif part:
+            path.append(part)
+    return tuple(path)
+
+
 def truncate_text(text: str, width: int = 60) -> str:
     """Return ``text`` on one line, truncated to ``width`` characters."""
     max_characters = 4 * width  # more than enough for one line, however much whitespace is collapsed
@@ -88,7 +100,9 @@ def nearest(name: str, candidates: Iterable[str], similarity: float = SIMILAR) -
     for candidate in sorted(set(candidates) - {name}, key=common_letters):
         by_lower_case[candidate.lower()] = candidate
     matches = difflib.get_close_matches(name[:_MAX_COMPARED].lower(), by_lower_case, n=1, cutoff=similarity)
-    return by_lower_case[matches[0]] if matches else None
+    if not matches:
+        return None
+    return by_lower_case[matches[0]]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -103,4 +117,6 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 def suggestion(name: str | None) -> str:
     """Return ``"; did you mean 'x'?"`` for the name ``x``, or an empty string."""
-    return f"; did you mean '{name}'?" if name else ""
+    if not name:
+        return ""
+    return f"; did you mean '{name}'?"

@@ -56,7 +56,8 @@ def instantiate(
         raise InstantiationError(f"instantiate needs a _component_ key: this node has {sorted(map(str, config))}")
     if caller_globals is None:
         caller_globals = sys._getframe(1).f_globals
-    return _create(_merge(_to_plain_dict(config), kwargs), args, caller_globals)
+    node = _merge(_to_plain_dict(config), kwargs)
+    return _create(node, args, caller_globals)
 
 
 def _to_plain_dict(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
     try:
         return component(*args, **arguments)
     except ValueError as error:
+        # One from deeper inside is no matter of the arguments, and keeps its traceback.
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
         raise ArgumentError(f"{name}: {error}") from error
@@ -130,7 +132,9 @@ def _annotation(component: Any, key: str) -> Any:
         parameter = inspect.signature(component, eval_str=True).parameters.get(key)
     except (TypeError, ValueError, NameError):  # no signature, or names that exist for type checkers only
         return Any
-    return Any if parameter is None else parameter.annotation
+    if parameter is None:
+        return Any
+    return parameter.annotation
 
 
 def _build_nested(value: Any, caller_globals: dict[str, Any]) -> Any:
@@ -139,12 +143,14 @@ def _build_nested(value: Any, caller_globals: dict[str, Any]) -> Any:
         if "_component_" in value:
             return _create(value, (), caller_globals)
         mapping = {key: _build_nested(item, caller_globals) for key, item in value.items()}
-        has_changed = any(mapping[key] is not item for key, item in value.items())
-        return mapping if has_changed else value
+        if all(mapping[key] is item for key, item in value.items()):
+            return value
+        return mapping
     if type(value) is list:
         items = [_build_nested(item, caller_globals) for item in value]
-        has_changed = any(item is not old_item for item, old_item in zip(items, value, strict=True))
-        return items if has_changed else value
+        if all(built is item for built, item in zip(items, value, strict=True)):
+            return value
+        return items
     return value
 
 

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from torchtune.config._document import Document, iter_scalars
-from torchtune.config._errors import KeyPath, did_you_mean, join_key, truncate_text
+from torchtune.config._errors import KeyPath, did_you_mean, join_key, split_key, truncate_text
 from torchtune.config._secrets import record_environment
 
 UNRESOLVED = "\0"  # value of a reference that could not be resolved; the checks skip it
@@ -37,7 +37,7 @@ def resolve_texts(config: Any, paths: list[KeyPath]) -> Iterator[tuple[KeyPath, 
 
     with record_environment() as variables:
         for path in paths:
-            variables.clear()
+            variables.clear()  # it then has those that this text reads
             try:
                 value = parent_of(config, path)[path[-1]]
                 if OmegaConf.is_config(value):
@@ -78,7 +78,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     for path, value, from_environment in resolved:
         if path in errors:
             value = UNRESOLVED
-        elif from_environment:
+        elif from_environment:  # saved as written, because the value may be a secret
             document.environment[path] = (written[path], value)
         parent_of(document.data, path)[path[-1]] = value
 
@@ -103,7 +103,7 @@ def _add_mistakes(
     failed_keys = {join_key(path) for path in errors}
     for path, error in errors.items():
         causes = failed_keys.intersection(_REFERENCE.findall(written[path])) - {join_key(path)}
-        if causes and "Recursive" not in error:
+        if causes and "Recursive" not in error:  # the texts of a cycle refer to each other: each is named
             continue
         document.add(path, f"'{truncate_text(written[path])}' {_explain_error(error, names)}")
 
@@ -116,12 +116,11 @@ def _referenced_paths(path: KeyPath, text: str) -> list[KeyPath]:
     paths: list[KeyPath] = []
     for name in _ANY_REFERENCE.findall(text):
         relative = name.lstrip(".")
-        # One leading dot is the section of the text itself, two are the section around it.
-        dots = len(name) - len(relative)
-        target: KeyPath = path[:-dots] if dots else ()
-        for key in re.split(r"[.\[\]]+", relative):
-            if key:
-                target += (int(key),) if key.isdigit() else (key,)
+        section: KeyPath = ()
+        num_dots = len(name) - len(relative)
+        if num_dots:  # one is the section of the text itself, two are the section around it
+            section = path[:-num_dots]
+        target = (*section, *split_key(relative))
         if target:
             paths.append(target)
     return paths
@@ -162,9 +161,14 @@ def _check_expansion(document: Document, references: dict[KeyPath, list[KeyPath]
         ready = order.get_ready()
         order.done(*ready)
         for path in ready:
-            value = parent_of(document.data, path)[path[-1]] if path else document.data
-            counts[path] = len(references.get(path, ())) + sum(counts[child] for child in children[path])
-            lengths[path] = sum(lengths[child] for child in children[path])
+            value = document.data
+            if path:
+                value = parent_of(document.data, path)[path[-1]]
+            counts[path] = len(references.get(path, ()))
+            lengths[path] = 0
+            for child in children[path]:
+                counts[path] += counts[child]
+                lengths[path] += lengths[child]
             if not isinstance(value, dict | list):
                 lengths[path] += len(str(value))
             if path in references:

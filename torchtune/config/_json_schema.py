@@ -16,6 +16,7 @@ from torchtune.config._schema import (
 )
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_PLAIN = (bool, int, float, str, list, dict, type(None))  # types of defaults that JSON can write
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 # A reference to another setting, such as ${output_dir}/logs, may stand for a value of any type.
 _REFERENCE = {"type": "string", "pattern": r"\$\{.+\}"}
@@ -48,6 +49,7 @@ def json_schema(settings_cls: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _schema_of_fields(settings_cls: type) -> dict[str, Any]:
+    """Return the schema of a mapping with the fields of a settings dataclass."""
     comments = field_comments(settings_cls)
     properties = {}
     required = []
@@ -57,14 +59,9 @@ def _schema_of_fields(settings_cls: type) -> dict[str, Any]:
             properties[name]["description"] = comments[name]
         if setting.required:
             required.append(name)
-        elif _is_plain(setting.default):
+        elif isinstance(setting.default, _PLAIN):  # a nested settings dataclass has defaults of its own
             properties[name]["default"] = setting.default
     return {"type": "object", "properties": properties, "required": required}
-
-
-def _is_plain(default: Any) -> bool:
-    """Return whether JSON can write a default; a nested settings dataclass has defaults of its own."""
-    return isinstance(default, bool | int | float | str | list | dict | type(None))
 
 
 def _schema_of(annotation: Any) -> dict[str, Any]:
@@ -76,6 +73,7 @@ def _schema_of(annotation: Any) -> dict[str, Any]:
 
 
 def _alternatives(annotation: Any) -> list[dict[str, Any]]:
+    """Return the schemas of the alternatives of an annotation, one if it is no union."""
     base, extras = split_annotated(annotation)
     origin = get_origin(base)
     args = get_args(base)
@@ -96,7 +94,7 @@ def _alternatives(annotation: Any) -> list[dict[str, Any]]:
     elif dataclasses.is_dataclass(base):
         alternatives = [_schema_of_fields(base)]
     elif _is_generic(origin, base, Mapping):
-        values = _schema_of(args[1]) if len(args) == 2 else True
+        values = _schema_of(args[1]) if len(args) == 2 else True  # True: any
         alternatives = [{"type": "object", "additionalProperties": values}]
     elif _is_generic(origin, base, Sequence) and base is not str:
         items = _schema_of(args[0]) if args else True

@@ -40,6 +40,7 @@ def _import_error(name: str, path: str, error: Exception) -> InstantiationError:
 
 
 def _module_exists(name: str) -> bool:
+    """Return whether a module can be found, without importing it; its packages are imported."""
     if name in sys.modules:
         return True
     try:
@@ -164,5 +165,6 @@ def as_written(path: str) -> str:
     module_name, _, name = path.rpartition(":")
     module = sys.modules.get(module_name)
     # Other texts with a colon, such as cuda:0, name no object of a module.
-    is_qualified = module is not None and name.partition(".")[0] in vars(module)
-    return name if is_qualified else path
+    if module is not None and name.partition(".")[0] in vars(module):
+        return name
+    return path

@@ -95,7 +95,10 @@ def load_and_check(
 def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | None) -> Any:
     """Check a document against the settings dataclass ``cls``; return an instance."""
     fields = settings_fields(cls)
-    scope = recipe.__globals__ if recipe else vars(sys.modules[cls.__module__])
+    if recipe is None:
+        scope = vars(sys.modules[cls.__module__])
+    else:
+        scope = recipe.__globals__
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
     variables = interpolate(document, defaults)
     _remove_retired(document, cls, fields)
@@ -184,7 +187,8 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     from omegaconf import OmegaConf
 
     variables = interpolate(document, {})
-    checker = Checker(document, recipe.__globals__ if recipe else {})
+    scope = {} if recipe is None else recipe.__globals__
+    checker = Checker(document, scope)
     checker.visit_components((), document.data)
     checker.check_components()
     _check_paths(document)
@@ -236,7 +240,9 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
         except UserError as error:
             # An error that every rank raises is printed once, by the first rank: torchrun ends the others.
             is_shared = error.raised_on_all
-            message = type(error).__name__ if is_shared else str(error)
+            message = str(error)
+            if is_shared:  # its text may name another file on each rank
+                message = type(error).__name__
             if first_to_say(message, shared=is_shared):
                 print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
             note_in_run_log(redact_secrets(str(error)))

@@ -164,7 +164,10 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
         # The variable at the root of the called expression: `a` in `a.b(…).c(cfg)`.
         function = node.func
         while isinstance(function, ast.Attribute | ast.Call):
-            function = function.value if isinstance(function, ast.Attribute) else function.func
+            if isinstance(function, ast.Attribute):
+                function = function.value
+            else:
+                function = function.func
         name = getattr(function, "id", "")
         if name in names:
             value = names[name]
@@ -179,7 +182,10 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
 
 def _is_config(node: Any) -> bool:
     """Return whether an expression is a variable or attribute with a config's name, such as ``self._cfg``."""
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    if isinstance(node, ast.Attribute):
+        name = node.attr
+    else:
+        name = getattr(node, "id", "")
     return name.lstrip("_").lower() in ("cfg", "config", "conf")
 
 
@@ -246,7 +252,9 @@ def explain_wrong_recipe(
     if running is not None:
         # Prefer the same method for another number of devices.
         method = shipped[running].method
-        candidates = [name for name in candidates if shipped[name].method == method] or candidates
+        of_same_method = [name for name in candidates if shipped[name].method == method]
+        if of_same_method:
+            candidates = of_same_method
     if not candidates:
         return None
     names = " or ".join(candidates)

@@ -65,7 +65,8 @@ def keep_references(settings: Any, document: Document, variables: Mapping[str, A
 def _to_plain(value: Any) -> Any:
     """Convert settings to mappings, lists and scalars that YAML can represent."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if item.init}
+        fields = [field for field in dataclasses.fields(value) if field.init]  # others are computed from them
+        value = {field.name: getattr(value, field.name) for field in fields}
     elif type(value).__module__.startswith("omegaconf"):
         from omegaconf import OmegaConf
 
@@ -123,7 +124,9 @@ def _deciding_scalar(value: Any) -> Any:
     for scalar in scalars:
         if isinstance(scalar, str):
             return scalar
-    return scalars[0] if scalars else None
+    if not scalars:
+        return None
+    return scalars[0]
 
 
 def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
@@ -133,8 +136,11 @@ def _environment_of(settings: Any) -> dict[KeyPath, tuple[str, Any]]:
     from omegaconf import OmegaConf
 
     texts = texts_with_references(OmegaConf.to_container(settings, resolve=False))
-    resolved = resolve_texts(settings, list(texts))
-    return {path: (texts[path], value) for path, value, from_environment in resolved if from_environment}
+    environment = {}
+    for path, value, from_environment in resolve_texts(settings, list(texts)):
+        if from_environment:
+            environment[path] = (texts[path], value)
+    return environment
 
 
 def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
@@ -150,7 +156,9 @@ def to_dict(settings: Any, *, redact: bool = False) -> dict[str, Any]:
         values = {"recipe": settings.recipe, **values}
     if not redact:
         return values
-    return _redact({**values, **getattr(settings, "_variables", {})}, _environment_of(settings))
+    # Kept references may name keys that are no settings: these are saved as well.
+    variables = getattr(settings, "_variables", {})
+    return _redact({**values, **variables}, _environment_of(settings))
 
 
 def to_yaml(settings: Any, *, sort_keys: bool = False) -> str:

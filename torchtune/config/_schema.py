@@ -67,8 +67,8 @@ class Range:
     below: float | None = None
 
     def __str__(self) -> str:
-        bounds = ((">=", self.min), (">", self.above), ("<=", self.max), ("<", self.below))
-        return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+        bounds = {">=": self.min, ">": self.above, "<=": self.max, "<": self.below}
+        return " and ".join(f"{sign} {bound}" for sign, bound in bounds.items() if bound is not None)
 
     def holds(self, value: float) -> bool:
         """Return whether ``value`` is within the bounds (NaN never is)."""
@@ -280,7 +280,7 @@ def field_comments(cls: type) -> dict[str, str]:
     comments = {}
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            end = node.lineno - 1
+            end = node.lineno - 1  # index of the field's own line
             start = end
             while start > 0 and lines[start - 1].lstrip().startswith("#"):
                 start -= 1
@@ -310,6 +310,7 @@ def describe_settings(settings_cls: Callable[..., Any]) -> str:
 
 
 def _format_default(value: Any) -> str:
+    """Return a default as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, (bool, list, dict)):

@@ -69,6 +69,7 @@ def record_environment() -> Iterator[set[str]]:
 
 
 def _register_environment_resolver(read: Callable[..., Any]) -> None:
+    """Let OmegaConf read environment variables by a function."""
     from omegaconf import OmegaConf
 
     with warnings.catch_warnings():
@@ -97,6 +98,7 @@ def redact_tokens(text: str) -> str:
 
 
 def _replacement(match: re.Match[str]) -> str:
+    """Return the text in the place of a token; of a URL's user and password, the user stays."""
     secret = match[0]
     if secret.startswith(" "):  # after "bearer" or "basic"
         return f" {REDACTED}"
@@ -105,8 +107,9 @@ def _replacement(match: re.Match[str]) -> str:
     user, colon, _ = secret.partition(":")
     if colon:
         return f"{user}:{REDACTED}"
-    # https://name@host: a short name is a user's, a long one is a token.
-    return REDACTED if len(secret) >= 16 else secret
+    if len(secret) >= 16:  # https://name@host: a short name is a user's, a long one is a token
+        return REDACTED
+    return secret
 
 
 def redact_secrets(text: str) -> str:
@@ -127,7 +130,9 @@ def redact_secrets(text: str) -> str:
 
 def environment_reference(value: object) -> str | None:
     """Return the reference ``${oc.env:NAME}`` that has this value, if any."""
-    return _environment.get(value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return None
+    return _environment.get(value)
 
 
 def escape(value: Any) -> Any:

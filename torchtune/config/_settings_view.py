@@ -84,14 +84,18 @@ class SettingsView:
     @classmethod
     def of(cls, settings: Any) -> "SettingsView":
         """Return a view of ``settings``, or ``settings`` itself if it is a view."""
-        return settings if isinstance(settings, cls) else cls(settings)
+        if isinstance(settings, cls):
+            return settings
+        return cls(settings)
 
     def __getattr__(self, name: str) -> Any:
         if name not in NAMES:
             raise AttributeError(f"{type(self).__name__} has no '{name}': add it to NAMES.")
         if name in self._changes:
             return self._changes[name]
-        return _get_setting(self.source, name) if name in self.declared else None
+        if name not in self.declared:
+            return None
+        return _get_setting(self.source, name)
 
     def replace(self, **changes: Any) -> "SettingsView":
         """Return a view of the same settings, with ``changes`` applied."""
@@ -100,7 +104,9 @@ class SettingsView:
     @property
     def max_seq_len(self) -> int | None:
         """The tokenizer's limit on tokens per row; None without a limit."""
-        return None if self.tokenizer is None else self.tokenizer.get("max_seq_len")
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.get("max_seq_len")
 
     def can_set(self, name: str) -> bool:
         """Return whether the command line can set ``name``; ``a.b`` also needs a section ``a``."""
@@ -115,10 +121,14 @@ class SettingsView:
 
 
 def _get_setting(settings: Any, name: str) -> Any:
-    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name)
+    """Return a setting of a mapping or an object."""
+    if isinstance(settings, Mapping):
+        return settings.get(name)
+    return getattr(settings, name)
 
 
 def _has_setting(settings: Any, name: str) -> bool:
+    """Return whether a mapping or an object has a setting; null in a mapping is none."""
     if isinstance(settings, Mapping):
         return settings.get(name) is not None
     return hasattr(settings, name)

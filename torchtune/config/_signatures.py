@@ -67,6 +67,7 @@ def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> A
 
 
 def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = False) -> Accepts:
+    """Read a signature; ``is_partial`` leaves slow packages out, ``depth`` counts the calls that were followed."""
     if isinstance(target, functools.partial):
         inner = _accepts(target.func, depth, is_partial)
         return remaining(inner, len(target.args), optional=set(target.keywords))
@@ -123,7 +124,9 @@ def _implementation(target: Any) -> tuple[Any, type | None]:
                     return getattr(owner, name), owner
         return target, None
     if inspect.ismethod(target):
-        cls = target.__self__ if inspect.isclass(target.__self__) else type(target.__self__)
+        cls = target.__self__
+        if not inspect.isclass(cls):
+            cls = type(cls)
         for owner in cls.__mro__:
             if target.__name__ in vars(owner):
                 return target.__func__, owner
@@ -167,7 +170,10 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, i
     if uses.unknown:
         accepted.open = True
         return
-    subject = target if inspect.isclass(target) else getattr(target, "__self__", None)
+    if inspect.isclass(target):
+        subject = target
+    else:
+        subject = getattr(target, "__self__", None)
     scope = _Scope(function, owner, subject, imports)
     # With several calls, such as one in each branch, no call needs its arguments in every case.
     is_only_use = len(uses.calls) == 1 and not uses.names
@@ -323,7 +329,9 @@ class _Scope:
             order = self.subject.__mro__
         else:
             order = (self.owner or object).__mro__
-        start = order.index(self.owner) + 1 if self.owner in order else 0
+        start = 0
+        if self.owner in order:  # after the class that defines the function
+            start = order.index(self.owner) + 1
         for cls in order[start:]:
             if name in vars(cls):
                 if cls is object:

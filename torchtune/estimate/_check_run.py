@@ -2,7 +2,6 @@
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from torchtune import config, evaluation
-from torchtune._recipe_registry import current_name, promises, recipe_at
+from torchtune._recipe_registry import current_name, promises
 from torchtune.checkpoints import add_reference, check_quantizer, check_savable_tokenizer, checkpoint_contents
 from torchtune.config import SettingsView, locate
 from torchtune.datasets import (
@@ -23,6 +22,7 @@ from torchtune.datasets import (
     mixture_examples,
     preview,
 )
+from torchtune.estimate._check_settings import shipped_recipe_of
 from torchtune.estimate._plan import arrange, build_on_meta, other_models, weight_dtype
 from torchtune.modules import text_decoder
 from torchtune.modules.model_fusion import ImageTextModel
@@ -85,125 +85,164 @@ def find_problems(settings: Any, processes: int = 1, *, thorough: bool = False) 
         >>> torchtune.estimate.find_problems({"loss": {"_component_": "torch.nn.NLLoss"}})
         ["'torch.nn.NLLoss': module 'torch.nn' has no attribute 'NLLoss'; did you mean 'NLLLoss'?"]
     """
-    cfg = SettingsView.of(settings)
-    problems: list[str] = []
+    check = _RunCheck(SettingsView.of(settings), processes, thorough=thorough)
+    check.check_device()
+    check.check_checkpoints()
+    check.check_models()
+    check.check_tokenizer()
+    check.check_components()
+    return check.problems
 
-    def attempt(check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+
+class _RunCheck:
+    """Checks of a run, in the order in which the run does these things; each problem is recorded, and ends no check.
+
+    Args:
+        cfg: settings of the run.
+        processes: number of processes.
+        thorough: see :func:`find_problems`.
+
+    Attributes:
+        problems: the reasons why the run cannot start.
+    """
+
+    def __init__(self, cfg: SettingsView, processes: int, *, thorough: bool) -> None:
+        self.problems: list[str] = []
+        self._cfg = cfg
+        self._processes = processes
+        self._thorough = thorough
+        # What the checks have built so far; None or absent if the recipe lacks it, or it cannot be built.
+        self._device: torch.device | None = None
+        self._checkpointer: Any = None
+        self._sources: dict[str, Any] = {}  # checkpoints of other models, by name
+        self._has_reference = False  # whether the checkpointer has that of the loss's reference model
+        self._model: torch.nn.Module | None = None
+        self._dims = ParallelDims()
+        self._tokenizer: Any = None
+
+    def _attempt(self, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the result of ``check``; record a user error as a problem and return None."""
         try:
             return check(*args, **kwargs)
         except UserError as error:
-            if str(error) not in problems:
-                problems.append(str(error))
+            if str(error) not in self.problems:
+                self.problems.append(str(error))
         return None
 
-    def has(*names: str) -> bool:
-        return all(name in cfg.declared and getattr(cfg, name) is not None for name in names)
+    def _has(self, *names: str) -> bool:
+        """Return whether the recipe has these settings, and the config gives them values."""
+        return all(name in self._cfg.declared and getattr(self._cfg, name) is not None for name in names)
 
-    device = None
-    if "device" in cfg.declared:
-        device = attempt(lambda: find_device(cfg.device))
-    if device is not None and has("dtype"):
-        attempt(get_dtype, cfg.dtype, device=device)
+    def check_device(self) -> None:
+        """Find the device, and check that it has the dtype."""
+        if "device" in self._cfg.declared:
+            self._device = self._attempt(lambda: find_device(self._cfg.device))
+        if self._device is not None and self._has("dtype"):
+            self._attempt(get_dtype, self._cfg.dtype, device=self._device)
 
-    # The checkpoints: that of the model, those of other models, and that to resume.
-    checkpointer = None
-    if has("checkpointer"):
-        checkpointer = attempt(config.instantiate, cfg.checkpointer)
-    sources = {}  # of other models
-    for name, (node, _) in other_models(cfg).items():
-        if node:
-            sources[name] = attempt(config.instantiate, node)
-    if hasattr(checkpointer, "add_source"):
-        for name, source in sources.items():
-            if source is not None:
-                attempt(checkpointer.add_source, name, source)
-    has_reference = False
-    needs_reference = "ref_checkpointer" in cfg.declared and "reference" not in sources
-    if needs_reference and has("loss") and hasattr(checkpointer, "add_source"):
-        has_reference = attempt(_add_reference, checkpointer, cfg)
-    resume = cfg.resume_from_checkpoint or is_restart()
-    if has("output_dir", "optimizer") and hasattr(checkpointer, "check_output_dir"):
-        attempt(checkpointer.check_output_dir, resume=resume)
-    if thorough and resume and hasattr(checkpointer, "check_resume"):
-        attempt(checkpointer.check_resume, cfg.source)
+    def check_checkpoints(self) -> None:
+        """Check the checkpoints of all models, the output folder, and the checkpoint to resume."""
+        cfg = self._cfg
+        if self._has("checkpointer"):
+            self._checkpointer = self._attempt(config.instantiate, cfg.checkpointer)
+        for name, (node, _) in other_models(cfg).items():
+            if node:
+                self._sources[name] = self._attempt(config.instantiate, node)
+        if hasattr(self._checkpointer, "add_source"):
+            for name, source in self._sources.items():
+                if source is not None:
+                    self._attempt(self._checkpointer.add_source, name, source)
+        needs_reference = "ref_checkpointer" in cfg.declared and "reference" not in self._sources
+        if needs_reference and self._has("loss") and hasattr(self._checkpointer, "add_source"):
+            self._attempt(self._add_reference)
+        resume = cfg.resume_from_checkpoint or is_restart()
+        if self._has("output_dir", "optimizer") and hasattr(self._checkpointer, "check_output_dir"):
+            self._attempt(self._checkpointer.check_output_dir, resume=resume)
+        if self._thorough and resume and hasattr(self._checkpointer, "check_resume"):
+            self._attempt(self._checkpointer.check_resume, cfg.source)
 
-    # The models, on the meta device: how they are distributed, and whether the checkpoints have their weights.
-    dims = attempt(arrange, cfg, processes) or ParallelDims()
-    model = None
-    if has("model"):
-        model = attempt(_build_model, cfg)
-    if model is not None:
-        if has("quantizer") and (has("optimizer") or checkpointer is not None):
-            # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
-            source = None if has("optimizer") else attempt(checkpointer.source)
-            attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), model, source))
-        attempt(_check_images, cfg, model)
-        if not cfg.resize_token_embeddings:
-            attempt(_check_parallel, cfg, model, dims)
-        if hasattr(checkpointer, "check_model"):
-            attempt(checkpointer.check_model, model)
-            if has_reference and has("ref_checkpointer"):
-                attempt(checkpointer.check_model, model, name="reference")
-    for name, (_, view) in other_models(cfg).items():
-        source = sources.get(name)
-        if hasattr(source, "check_model"):
-            other_model = attempt(_build_model, view)
-            if other_model is not None:
-                attempt(_check_parallel, cfg, other_model, dims)
-                attempt(source.check_model, other_model)
-    if model is not None and has("optimizer"):
-        attempt(_check_trained, cfg, model, checkpointer)
+    def _add_reference(self) -> None:
+        """Add the checkpoint of the loss's reference model, which has the architecture of the trained model."""
+        add_reference(self._checkpointer, self._cfg.ref_checkpointer, self._cfg.loss)
+        self._has_reference = True
 
-    # The tokenizer, whose vocabulary may give the model more rows.
-    tokenizer = None
-    if thorough and has("tokenizer"):
-        tokenizer = attempt(config.instantiate, cfg.tokenizer)
-    if tokenizer is not None:
-        if model is not None and cfg.resize_token_embeddings:
-            attempt(add_token_rows, model, tokenizer)
-        elif model is not None:
-            attempt(fit_vocabulary, model, tokenizer)
+    def check_models(self) -> None:
+        """Check on the meta device how models are distributed, and whether the checkpoints have their weights."""
+        cfg = self._cfg
+        self._dims = self._attempt(arrange, cfg, self._processes) or ParallelDims()
+        if self._has("model"):
+            self._model = self._attempt(_build_model, cfg)
+        if self._model is not None:
+            if self._has("quantizer") and (self._has("optimizer") or self._checkpointer is not None):
+                # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
+                source = None
+                if not self._has("optimizer"):
+                    source = self._attempt(self._checkpointer.source)
+                self._attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), self._model, source))
+            self._attempt(_check_images, cfg, self._model)
+            if not cfg.resize_token_embeddings:
+                self._attempt(_check_parallel, cfg, self._model, self._dims)
+            if hasattr(self._checkpointer, "check_model"):
+                self._attempt(self._checkpointer.check_model, self._model)
+                if self._has_reference and self._has("ref_checkpointer"):
+                    self._attempt(self._checkpointer.check_model, self._model, name="reference")
+        for name, (_, view) in other_models(cfg).items():
+            source = self._sources.get(name)
+            if hasattr(source, "check_model"):
+                other_model = self._attempt(_build_model, view)
+                if other_model is not None:
+                    self._attempt(_check_parallel, cfg, other_model, self._dims)
+                    self._attempt(source.check_model, other_model)
+        if self._model is not None and self._has("optimizer"):
+            self._attempt(_check_trained, cfg, self._model, self._checkpointer)
+
+    def check_tokenizer(self) -> None:
+        """Check that the models know the tokenizer's ids; the model may get rows of new tokens."""
+        if self._thorough and self._has("tokenizer"):
+            self._tokenizer = self._attempt(config.instantiate, self._cfg.tokenizer)
+        if self._tokenizer is None:
+            return
+        if self._model is not None and self._cfg.resize_token_embeddings:
+            self._attempt(add_token_rows, self._model, self._tokenizer)
+            self._attempt(_check_parallel, self._cfg, self._model, self._dims)  # with the rows of new tokens
+        elif self._model is not None:
+            self._attempt(fit_vocabulary, self._model, self._tokenizer)
         for name in ("teacher", "value", "reward"):
-            if hasattr(sources.get(name), "store"):
-                attempt(_check_new_tokens, tokenizer, sources[name], name)
-        if has("optimizer", "checkpointer"):
-            check_savable_tokenizer(tokenizer)
-    if model is not None and cfg.resize_token_embeddings and tokenizer is not None:
-        attempt(_check_parallel, cfg, model, dims)  # with the rows of new tokens
+            if hasattr(self._sources.get(name), "store"):
+                self._attempt(_check_new_tokens, self._tokenizer, self._sources[name], name)
+        if self._has("optimizer", "checkpointer"):
+            check_savable_tokenizer(self._tokenizer)
 
-    # What trains, measures and logs, and the data.
-    if has("optimizer"):
-        attempt(_check_optimizer, cfg, device, model)
-    if has("loss"):
-        attempt(config.instantiate, cfg.loss)
-    if cfg.scores:
-        attempt(lambda: evaluation.check_score_names(cfg.scores))
-    if has("metric_logger"):
-        attempt(_check_logger, cfg.metric_logger)
-    if has("collate_fn"):
-        attempt(instantiate_collate, cfg.collate_fn, tokenizer)
-    for name in ("dataset", "dataset_val"):
-        if has(name):
-            attempt(_check_sources, getattr(cfg, name))
-    return problems
+    def check_components(self) -> None:
+        """Check what trains, measures and logs, and the files of the data."""
+        cfg = self._cfg
+        if self._has("optimizer"):
+            self._attempt(_check_optimizer, cfg, self._device, self._model)
+        if self._has("loss"):
+            self._attempt(config.instantiate, cfg.loss)
+        if cfg.scores:
+            self._attempt(lambda: evaluation.check_score_names(cfg.scores))
+        if self._has("metric_logger"):
+            self._attempt(_check_logger, cfg.metric_logger)
+        if self._has("collate_fn"):
+            self._attempt(instantiate_collate, cfg.collate_fn, self._tokenizer)
+        for name in ("dataset", "dataset_val"):
+            if self._has(name):
+                self._attempt(_check_sources, getattr(cfg, name))
 
 
 def _check_new_tokens(tokenizer: Any, source: Any, name: str) -> None:
     """Raise :class:`UserError` if a frozen model does not know the tokens that the config adds."""
-    model = name if name == "teacher" else f"{name} model"
-    reason = explain_unknown_tokens(tokenizer, Path(source.store.source().checkpoint_dir), model)
+    role = name
+    if name != "teacher":
+        role += " model"
+    reason = explain_unknown_tokens(tokenizer, Path(source.store.source().checkpoint_dir), role)
     if reason is not None:
         raise UserError(f"{name}_checkpointer: {reason}")
 
 
-def _add_reference(checkpointer: Any, cfg: SettingsView) -> bool:
-    """Add the checkpoint of the loss's reference model; return True, because nothing was raised."""
-    add_reference(checkpointer, cfg.ref_checkpointer, cfg.loss)
-    return True
-
-
 def _build_model(cfg: SettingsView) -> torch.nn.Module:
+    """Build the model of a run on the meta device."""
     model, _, _ = build_on_meta(cfg)
     return model
 
@@ -240,19 +279,16 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     Custom recipes may save other parameters, so they are checked only if they have ``save_adapter_weights_only``.
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
-    copied_recipe = None  # of a recipe that is no copy of the library's
-    file = getattr(sys.modules.get(type(cfg.source).__module__), "__file__", None)
-    if file is not None:
-        copied_recipe = recipe_at(file)
+    shipped_recipe = shipped_recipe_of(cfg.source)
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
             f"model: it has adapters, but {cfg.recipe} trains all weights: use a builder without adapters, or the "
             f"recipe {current_name(cfg.recipe)}, which trains adapters if the model has them."
         )
-    if "adapters" in promises(cfg.recipe) | promises(copied_recipe):
+    if "adapters" in promises(cfg.recipe) | promises(shipped_recipe):
         require_adapters(model)
-    elif copied_recipe is None and not saves_adapters:
-        return
+    elif shipped_recipe is None and not saves_adapters:
+        return  # a recipe of the user's own
     else:
         require_trained(model)
     if hasattr(checkpointer, "check_contents"):
@@ -295,6 +331,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     if needs_cuda:
         locate(path)  # its package must be there, but without CUDA it cannot be built
         return
+    # Of one small matrix, so that no states of the size of the model are allocated.
     matrix = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = config.instantiate(cfg.optimizer, [matrix])
     if isinstance(optimizer, GroupedOptimizer) and model is not None:
@@ -319,7 +356,7 @@ def _check_sources(dataset: Any) -> None:
         mixture_examples(dataset, [1] * len(dataset["datasets"]))
     for node in dataset_nodes(dataset):
         if str(node.get("_component_")).startswith("torchtune.datasets."):
-            with preview(0), suppress(NotRead):
+            with preview(0), suppress(NotRead):  # opens the files, and reads no row
                 instantiate_dataset(node, _NoTokenizer())
 
 

@@ -10,10 +10,12 @@ from torchtune.supervision import BestValidation
 from torchtune.utils import UserError, parse_device
 
 
-def _is_shipped(settings: Any) -> bool:
-    """Return whether settings are those of a recipe of the library, not of a copy."""
+def shipped_recipe_of(settings: Any) -> str | None:
+    """Return the name of the library's recipe that defines the class of settings; None for any other file."""
     file = getattr(sys.modules.get(type(settings).__module__), "__file__", None)
-    return file is not None and recipe_at(file) is not None
+    if file is None:
+        return None
+    return recipe_at(file)
 
 
 def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
@@ -38,9 +40,8 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
             yield "context_parallel_dim", "must be 1 with loss.texts_per_pass, which does not split texts"
     if cfg.ac_mode is not None and cfg.enable_activation_checkpointing:
         yield "ac_mode", "recomputes some layers and enable_activation_checkpointing all of them: set one of the two"
-    if cfg.ac_mode == "selective" and not (
-        cfg.ac_option == "op" or (str(cfg.ac_option).isdigit() and int(cfg.ac_option))
-    ):
+    recomputes_every_nth = str(cfg.ac_option).isdigit() and int(cfg.ac_option) > 0
+    if cfg.ac_mode == "selective" and cfg.ac_option != "op" and not recomputes_every_nth:
         yield "ac_option", "must be op or a number from 1 on with ac_mode=selective"
     if cfg.ac_option is not None and cfg.ac_mode != "selective":
         yield "ac_option", "needs ac_mode=selective"
@@ -66,7 +67,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:
             yield name, "compares validation results: set run_val_every_n_steps and dataset_val"
-    if has_own_metric and _is_shipped(settings):
+    if has_own_metric and shipped_recipe_of(settings) is not None:
         yield (
             "keep_best",
             f"must be a validation metric, such as val_loss or max:val_accuracy, not {cfg.keep_best} (a copied recipe "

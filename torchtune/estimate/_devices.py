@@ -44,7 +44,9 @@ class Accelerator:
     @property
     def float8(self) -> float:
         """Dense float8 peak in FLOP/s with float32 accumulation: twice the bf16 peak if supported."""
-        return 2 * self.bf16 if self.multiplies_float8 else self.fp32 * 1e12
+        if not self.multiplies_float8:
+            return self.fp32 * 1e12
+        return 2 * self.bf16
 
 
 # SXM or OAM variants where several exist. Network per device: 400 Gbit/s, 200 for A100, 100 for PCIe cards.
@@ -91,11 +93,12 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
 
     # Names are shown as they can be typed in a shell, without spaces.
     all_names = ", ".join(device.name.replace(" ", "") for device in _TABLE)
-    nearest_keys = difflib.get_close_matches(key, _BY_NAME, n=2, cutoff=0.5)
-    nearest = " or ".join(_BY_NAME[nearest_key].name.replace(" ", "") for nearest_key in nearest_keys)
+    nearest_names = []
+    for nearest_key in difflib.get_close_matches(key, _BY_NAME, n=2, cutoff=0.5):
+        nearest_names.append(_BY_NAME[nearest_key].name.replace(" ", ""))
     hint = "the table has"
-    if nearest:
-        hint = f"did you mean {nearest}? The table has"
+    if nearest_names:
+        hint = f"did you mean {' or '.join(nearest_names)}? The table has"
     raise DeviceNameError(f"--simulate {text}: the device '{match['name']}' is not known: {hint} {all_names}.")
 
 
@@ -112,5 +115,7 @@ def parse_memory(text: str) -> float:
     match = re.fullmatch(r"(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>gib|gb|g|)", text.strip().lower())
     if match is None or float(match["size"]) == 0:
         raise DeviceNameError(f"--fit {text}: give the memory of a device, for example 80GiB.")
-    unit = 1e9 if match["unit"] == "gb" else 2**30
-    return float(match["size"]) * unit
+    size = float(match["size"])
+    if match["unit"] == "gb":
+        return size * 1e9
+    return size * 2**30

@@ -18,11 +18,10 @@ from typing import Any
 from torch import nn
 
 from torchtune.config import SettingsView
-from torchtune.estimate._cluster import simulated_cluster
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
 from torchtune.estimate._observer import Observer, Work, magnitude
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
-from torchtune.estimate._simulate import Kept, check_simulated, simulate
+from torchtune.estimate._simulate import Kept, check_simulated, simulate, simulated_cluster
 from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
 from torchtune.training import OffloadActivations
@@ -115,18 +114,31 @@ def estimate_run(
         views = {"model": cfg}
         for name, (_, view) in other_models(cfg).items():
             views[_SETTINGS[name]] = view
-        models = {key: build_on_meta(view)[0] for key, view in views.items()}
+        models = {}
+        for key, view in views.items():
+            models[key], _, _ = build_on_meta(view)
         length, is_assumed = row_length(cfg, models["model"], length)
         if whole:
             choices: list[tuple[float, Kept]] = [(1.0, {})]
         else:
-            ends = 1 if processes == 1 else 2
+            ends = 1
+            if processes > 1:  # FSDP prefetches a layer
+                ends = 2
             choices = choose_layers(models, _group(cfg), ends=ends, first=_layers_before_offloading(cfg))
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
             runs.append((weight, observer))
     depth = _depth(models["model"])
+    simulated_depths = []
+    for _, layers in choices:
+        # Layers of other models do not count; without a choice, all layers were simulated.
+        num_layers = sum(len(indices) for (setting, _), indices in layers.items() if setting == "model")
+        simulated_depths.append(num_layers or depth)
+    host = 0.0
+    for weight, observer in runs:
+        for component in COMPONENTS:
+            host += weight * observer.ledger.held(component, on_host=True)
     total = 0
     trained = 0
     for model in models.values():
@@ -139,21 +151,16 @@ def estimate_run(
         length=length,
         length_is_assumed=is_assumed,
         layers=depth,
-        # Without a choice, all layers were simulated.
-        simulated=tuple(_count_layers(layers) or depth for _, layers in choices),
+        simulated=tuple(simulated_depths),
         parameters=(total, trained),
         moments=_extrapolate_moments(runs),
         work=_extrapolate_work(runs),
-        host=sum(weight * _host_memory(observer) for weight, observer in runs),
+        host=host,
     )
 
 
-def _count_layers(kept: Kept) -> int:
-    """Return the number of layers that a simulation keeps of the model; layers of other models do not count."""
-    return sum(len(layers) for (setting, _), layers in kept.items() if setting == "model")
-
-
 def _extrapolate_moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment, Peak]:
+    """Return the weighted sum of the simulations' peaks in each moment."""
     peaks_of_runs = [(weight, observer.ledger.peaks()) for weight, observer in runs]
     first = peaks_of_runs[0][1]
     moments = {}
@@ -165,16 +172,13 @@ def _extrapolate_moments(runs: Sequence[tuple[float, Observer]]) -> dict[Moment,
 
 
 def _extrapolate_work(runs: Sequence[tuple[float, Observer]]) -> dict[str, Work]:
+    """Return the weighted sum of the simulations' work in each phase after the set-up."""
     first = runs[0][1]
     works = {}
     for step, phase in list(first.work):
         if phase != PHASES[0]:
             works[phase] = Work.combine((weight, observer.work[step, phase]) for weight, observer in runs)
     return works
-
-
-def _host_memory(observer: Observer) -> int:
-    return sum(observer.ledger.held(component, on_host=True) for component in COMPONENTS)
 
 
 def _group(cfg: SettingsView) -> int:
@@ -189,7 +193,9 @@ def _layers_before_offloading(cfg: SettingsView) -> int:
 
     That many tensors wait for their copies to the host, and a layer that is recomputed saves a single one.
     """
-    return OffloadActivations.MAX_FWD_STASH_SIZE + 2 if cfg.enable_activation_offloading else 0
+    if not cfg.enable_activation_offloading:
+        return 0
+    return OffloadActivations.MAX_FWD_STASH_SIZE + 2
 
 
 def choose_layers(
@@ -215,6 +221,7 @@ def choose_layers(
         counts.extend(len(groups) for groups in kinds)
 
     def count_simulated(factor: int) -> int:
+        """Return the number of these groups that are simulated if the difference is multiplied by a factor."""
         # Both simulations keep the remainder, the second also the quotient.
         return sum(2 * (count % factor) + count // factor for count in counts)
 
@@ -240,6 +247,7 @@ def choose_layers(
 
 
 def _depth(model: nn.Module) -> int:
+    """Return the number of layers of a model, including its vision tower."""
     return sum(len(stack.layers) for stack in stacks(model).values())
 
 
@@ -263,7 +271,8 @@ def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[Lay
     # One group of each kind, so that its moments are measured in both.
     always_kept.update(groups_of_kind[-1] for groups_of_kind in kinds.values())
     # Layers whose keys and values, or whose output, later modules read.
-    read_later = {*getattr(stack, "kv_sources", {}).values(), *getattr(stack, "deep_layers", ())}
+    read_later = set(getattr(stack, "kv_sources", {}).values())
+    read_later.update(getattr(stack, "deep_layers", ()))
     always_kept.update(indices for indices in groups if not read_later.isdisjoint(indices))
     if ends > 1:
         always_kept |= _unequal_neighbors(layers, groups, always_kept, ends)
@@ -303,6 +312,7 @@ def _kind(layer: nn.Module) -> str:
     """Return a key that is equal for layers with equal memory and FLOPs."""
     modules = []
     for name, module in layer.named_modules():
+        # Attention has its own FLOPs for each window or chunk.
         modules.append((name, type(module), getattr(module, "window", None), getattr(module, "chunk", None)))
     parameters = []
     for name, parameter in layer.named_parameters():

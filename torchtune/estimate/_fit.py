@@ -223,7 +223,8 @@ def candidates(
             slowdown = math.prod(factor for _, factor in combination)
             slowdowns[key] = min(slowdown, slowdowns.get(key, math.inf))
     # Of equally fast combinations, the one with fewer overrides comes first.
-    return dict(sorted(slowdowns.items(), key=lambda item: (item[1], len(item[0]))))
+    fastest_first = sorted(slowdowns, key=lambda overrides: (slowdowns[overrides], len(overrides)))
+    return {overrides: slowdowns[overrides] for overrides in fastest_first}
 
 
 def _is_in_settings(cfg: SettingsView, override: str) -> bool:
@@ -266,7 +267,7 @@ class Search:
         """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
         initial = self._simulate(())
         singles = {}
-        if initial is not None:
+        if initial is not None:  # otherwise there is nothing to compare them with
             singles = self._simulate_singles(last=last)
         costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
         combinations = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
@@ -286,6 +287,7 @@ class Search:
         return sorted(self._list_fitting(), key=lambda candidate: candidate.seconds)
 
     def _list_fitting(self) -> list[Candidate]:
+        """Return the simulated candidates that fit."""
         fitting = []
         for candidate in self.known.values():
             if candidate is not None and candidate.peak <= self.limit:
@@ -316,6 +318,7 @@ class Search:
         return singles
 
     def _is_valid(self, overrides: tuple[str, ...]) -> bool:
+        """Return whether the overrides make settings that a run accepts."""
         try:
             self.check(overrides)
         except UserError:
@@ -336,7 +339,7 @@ class Search:
         changes = [changed for changed in singles if texts.issuperset(changed)]
         covered = set(itertools.chain(*changes))
         if initial is None or texts != covered:
-            # What cannot be predicted may fit, so that it is simulated; it says nothing of other combinations.
+            # What cannot be predicted may fit, so that it is simulated; it says nothing about other combinations.
             predicted.append((texts, math.inf))
             return True
         size = _predict_peak(initial, [singles[changed] for changed in changes])
@@ -405,7 +408,8 @@ def find_fastest(
     for last in (False, True):
         fitting = search.fitting(last=last)
         if fitting:
-            return fitting[0], estimates[fitting[0].overrides]
+            fastest = fitting[0]
+            return fastest, estimates[fastest.overrides]
     raise UserError(_nothing_fits(limit, search))
 
 

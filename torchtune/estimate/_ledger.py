@@ -141,12 +141,14 @@ class Ledger:
         weakref.finalize(storage, self._free, key)  # called when torch releases the memory
 
     def _allocate(self, key: int, size: int, component: str, operator: str, where: str, on_host: bool = False) -> None:
+        """Record an allocation; the key is that of its storage."""
         self.time += 1
         block = Block(size, self.time, component, operator, where, on_host=on_host)
         self._live[key] = block
         self.blocks.append(block)
 
     def _free(self, key: int) -> None:
+        """Record the release of a storage's memory."""
         block = self._live.pop(key, None)
         if block is not None:
             self.time += 1
@@ -219,6 +221,7 @@ class Ledger:
 
     def held(self, component: str, *, on_host: bool) -> int:
         """Return the peak bytes of a component on the device, or in host memory."""
+        # Blocks may be marked long after their allocation, so that the peak is known at the end alone.
         changes: Counter[int] = Counter()  # bytes allocated minus bytes released, by time
         for block in self.blocks:
             if block.component == component and block.on_host is on_host:

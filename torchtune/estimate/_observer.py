@@ -145,14 +145,16 @@ class Observer(TorchDispatchMode):
     def _answer(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Run an operator, with placeholders for values that a fake tensor lacks."""
         packet = func._overloadpacket
-        first = args[0] if args else None
+        first = None
+        if args:
+            first = args[0]
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
         # Small real tensors, such as counts and lengths, keep their values: outside of the fake mode.
         if is_real and (packet is _aten.arange or (tensors and _is_small(tensors))):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if packet in _IN_PLACE and isinstance(first, FakeTensor):
-            return first
+            return first  # its shape does not change, and values are not there
         if func is _aten._local_scalar_dense.default:  # item()
             if first.dtype == torch.bool:
                 return False
@@ -165,11 +167,11 @@ class Observer(TorchDispatchMode):
             return False
         if func is _aten.all.default:
             with unset_fake_temporarily():
-                return torch.tensor(True)
+                return torch.tensor(True)  # real, so that its value can be read
         if func is _aten.index.Tensor:
-            mask = _boolean(args[1])
-            if mask is not None:
-                return first.new_empty(mask.numel(), *first.shape[mask.dim() :])
+            index = args[1][0]
+            if index is not None and index.dtype == torch.bool:  # a mask, which selects every row here
+                return first.new_empty(index.numel(), *first.shape[index.dim() :])
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any) -> None:
@@ -223,7 +225,7 @@ class Observer(TorchDispatchMode):
         for storage in storages(tensor):
             if storage._cdata in self.ledger._live:
                 continue
-            shape = " x ".join(str(size) for size in tensor.shape) or "scalar"
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
             operator = f"[{shape}] {str(tensor.dtype).removeprefix('torch.')}"
             if func is not None:
                 operator = f"{func._schema.name.replace('::', '.')} {operator}"
@@ -246,7 +248,7 @@ class Observer(TorchDispatchMode):
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
         line = "torch"
-        frame = sys._getframe(2)
+        frame = sys._getframe(2)  # not this method and its caller
         while frame is not None:
             file = frame.f_code.co_filename
             is_ours = file.startswith(_HERE)
@@ -290,7 +292,11 @@ class Observer(TorchDispatchMode):
         self.entered = True
         self._watch_phases()
         self._watch_fsdp()
-        self._watch_modules()
+        enter_hook = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
+        # Always called, so that the path is right again after an error that the recipe handles.
+        leave_hook = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
+        self._patches.callback(enter_hook.remove)
+        self._patches.callback(leave_hook.remove)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -310,6 +316,8 @@ class Observer(TorchDispatchMode):
         return quiet
 
     def _watch_phases(self) -> None:
+        """Begin the phases backward and optimizer when they do, and count steps."""
+
         def in_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 self.ledger.enter("backward")
@@ -327,6 +335,7 @@ class Observer(TorchDispatchMode):
         self._patches.callback(hook.remove)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Mark the states of an optimizer after its step."""
         self._has_stepped = True
         for parameter, state in optimizer.state.items():
             if id(parameter) in self._parameters:  # not the temporary copies of a higher-precision step
@@ -335,6 +344,8 @@ class Observer(TorchDispatchMode):
         self.ledger.end_step()
 
     def _watch_fsdp(self) -> None:
+        """Count what FSDP allocates and sends as its own, and mark the gradients that it makes."""
+
         def inside(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(group: Any, *args: Any, **kwargs: Any) -> Any:
                 if method.__name__ == "post_backward":
@@ -359,27 +370,25 @@ class Observer(TorchDispatchMode):
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
             self.patch(fsdp_groups(), name, inside)
 
-    def _watch_modules(self) -> None:
-        pre = torch.nn.modules.module.register_module_forward_pre_hook(self._enter_module)
-        post = torch.nn.modules.module.register_module_forward_hook(self._leave_module, always_call=True)
-        self._patches.callback(pre.remove)
-        self._patches.callback(post.remove)
-
     def _enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        """Add a module to the path; the forward pass of a layer is a moment of its own."""
         name = self._names.get(id(module))
-        if name is not None:
-            # With activation checkpointing, forward passes also run inside the backward pass.
-            if self.ledger.phase != "backward":
-                if self._has_stepped:
-                    self.step += 1
-                    self._has_stepped = False
-                if self.ledger.phase != "forward":
-                    self.ledger.enter("forward")
-                if id(module) in self._layers:
-                    self.ledger.enter("forward", self._layers[id(module)])
-            self.path.append(name)
+        if name is None:  # not of a model that was loaded
+            return
+        self.path.append(name)
+        # With activation checkpointing, forward passes also run inside the backward pass.
+        if self.ledger.phase == "backward":
+            return
+        if self._has_stepped:
+            self.step += 1
+            self._has_stepped = False
+        if self.ledger.phase != "forward":
+            self.ledger.enter("forward")
+        if id(module) in self._layers:
+            self.ledger.enter("forward", self._layers[id(module)])
 
     def _leave_module(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        """Remove a module from the path, and let the moments of a layer begin that follow its forward pass."""
         if id(module) in self._names and self.path:
             self.path.pop()
         layer = self._layers.get(id(module))
@@ -431,10 +440,12 @@ def _balanced_ends(ends: torch.Tensor, experts_per_group: int, rows: int) -> lis
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that an operator reads or writes of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, at any depth of lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -448,14 +459,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _is_small(tensors: list[torch.Tensor]) -> bool:
     """Return whether real tensors are small enough to compute with."""
     return sum(tensor.numel() for tensor in tensors) < 2**26
-
-
-def _boolean(indices: Any) -> torch.Tensor | None:
-    """Return the mask of a boolean index."""
-    first = indices[0]
-    if first is None or first.dtype != torch.bool:
-        return None
-    return first
 
 
 def _is_view(func: Any) -> bool:

@@ -65,6 +65,7 @@ def other_models(settings: SettingsView) -> dict[str, tuple[Any, SettingsView]]:
 
     The model ``value`` is trained; all others are frozen.
     """
+    # The settings' converters are for ``model`` alone.
     models: dict[str, tuple[Any, SettingsView]] = {}
     if settings.teacher_model is not None:
         teacher = settings.replace(model=settings.teacher_model, model_converters=None)
@@ -143,7 +144,7 @@ def row_length(
     """Return (tokens of the longest row, whether this number is assumed); ``measured`` is known from the data."""
     if measured is not None:
         return measured, False
-    limits = [settings.max_seq_len]
+    limits = [settings.max_seq_len]  # of the tokenizer, and of each dataset
     for node in dataset_nodes(settings.dataset):
         if node is not None:
             limits.append(node.get("max_seq_len"))
@@ -187,8 +188,10 @@ def weights_memory(settings: Any) -> str:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # quantized: count the stored tensors
-        return sum(_num_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    """Return the bytes of a tensor; of a quantized one, of the tensors in which it is stored."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_num_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
 
 

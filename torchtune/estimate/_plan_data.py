@@ -1,7 +1,7 @@
 """Number of rows, tokens and steps of a run."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +19,7 @@ from torchtune.datasets import (
     preview,
 )
 from torchtune.estimate._plan import arrange, context_length
-from torchtune.supervision import (
-    StepPlan,
-    explain_no_validation,
-)
+from torchtune.supervision import StepPlan, explain_no_validation
 from torchtune.training import find_task
 from torchtune.utils import local_path, read_json
 
@@ -86,11 +83,12 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
         if shared is not None:
             validation += f"; {shared}"
     train = measure(cfg.dataset, tokenizer, sample, longest)
-    if any(_has_labels(node) for node in dataset_nodes(cfg.dataset)):
+    nodes = dataset_nodes(cfg.dataset)
+    if any(str(node.get("_component_")).endswith("datasets.classification_dataset") for node in nodes):
         _check_labels(cfg, tokenizer, sample, longest)
 
     dims = arrange(cfg, processes)
-    streams = any(node.get("streaming") for node in dataset_nodes(cfg.dataset))
+    streams = any(node.get("streaming") for node in nodes)
     plan = StepPlan.of(cfg)
     per_epoch = None
     if streams:
@@ -112,7 +110,7 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
                 validation += f"; {unused}"
         _try_schedule(cfg, plan.count_steps(per_epoch))
         steps = plan.describe_steps(per_epoch)
-        if train.text.startswith("about"):
+        if train.text.startswith("about"):  # the rows are estimated, and so are the steps
             steps = f"about {steps}"
 
     lines = [("data", train.text)]
@@ -135,51 +133,30 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     Raises:
         DataError: a dataset cannot be read, or a row cannot be trained on.
     """
-    sizes: list[int] = []  # examples, packs or rows, of each source
-    counts: list[float | None] = []  # tokens of each source
-    lengths: list[int | None] = []  # longest row of each source
+    sources: list[_Source] = []
     unread: list[str] = []
-    is_exact = True
-    is_packed = False
-    dropped = 0
-    truncated = 0
-    omitted: list[str] = []
     for node in dataset_nodes(dataset):
         try:
-            with preview(sample) as seen:
-                built = instantiate_dataset(node, tokenizer, longest)
+            sources.append(_measure_source(node, tokenizer, sample, longest))
         except NotRead as reason:
             unread.append(str(reason))
-            continue
-        scale = 1.0
-        if seen.read:  # a source of more rows than the sample is estimated from the rows that were read
-            scale = seen.total / seen.read
-        sizes.append(math.ceil(len(built) * scale))
-        tokens = built.num_known_tokens
-        if tokens is not None:
-            tokens *= scale
-        counts.append(tokens)
-        lengths.append(built.longest)
-        is_exact = is_exact and scale == 1.0
-        is_packed = is_packed or built.is_packed
-        for rows in built.row_datasets():
-            dropped += len(rows.dropped)
-            truncated += rows.num_truncated
-            if rows.omitted:
-                omitted.append(rows.omitted)
     if unread:
         return Measured(None, "; ".join(unread), exact=False)
 
+    sizes = [source.size for source in sources]
     examples = sum(sizes)
-    kind = "packs" if is_packed else "rows"
+    is_exact = all(source.is_exact for source in sources)
+    kind = "packs" if any(source.is_packed for source in sources) else "rows"
     tokens_text = ""
-    if None not in counts:
-        tokens_text = f", {round(sum(counts)):,} tokens"
+    tokens = [source.tokens for source in sources]
+    if None not in tokens:
+        tokens_text = f", {round(sum(tokens)):,} tokens"
     longest_row = None
+    lengths = [source.longest for source in sources]
     if None not in lengths:
         longest_row = max(lengths)
-    left_out = _describe_left_out(dropped, truncated, omitted, tokenizer)
-    if is_mixture(dataset):
+    left_out = _describe_left_out(sources, tokenizer)
+    if is_mixture(dataset):  # its weights decide how many rows of each source an epoch has
         per_epoch = mixture_examples(dataset, sizes)
         if is_exact:
             text = f"{examples:,} {kind}{tokens_text}, mixed: {per_epoch:,} {kind} per epoch{left_out}"
@@ -196,15 +173,63 @@ def measure(dataset: Any, tokenizer: Any, sample: int, longest: int | None) -> M
     return Measured(examples, text, longest_row, exact=False)
 
 
-def _describe_left_out(dropped: int, truncated: int, omitted: list[str], tokenizer: Any) -> str:
+@dataclass
+class _Source:
+    """A dataset of a setting, as its first rows are; sizes are extrapolated to all rows.
+
+    Attributes:
+        size: number of rows or packs.
+        tokens: number of tokens; None if rows are tokenized during training.
+        longest: tokens of the longest row or pack; None if unknown.
+        is_exact: whether all rows were read.
+        is_packed: whether it has packs.
+        dropped: rows that were read and cannot be trained on.
+        truncated: rows that were read and are as long as the tokenizer allows.
+        omitted: texts that the chat template leaves out, in words.
+    """
+
+    size: int
+    tokens: float | None
+    longest: int | None
+    is_exact: bool
+    is_packed: bool
+    dropped: int = 0
+    truncated: int = 0
+    omitted: list[str] = field(default_factory=list)
+
+
+def _measure_source(node: Any, tokenizer: Any, sample: int, longest: int | None) -> _Source:
+    """Read the first rows of a dataset; for the arguments, see :func:`measure`."""
+    with preview(sample) as seen:
+        dataset = instantiate_dataset(node, tokenizer, longest)
+    scale = 1.0
+    if seen.read:  # a source of more rows than the sample is estimated from the rows that were read
+        scale = seen.total / seen.read
+    tokens = dataset.num_known_tokens
+    if tokens is not None:
+        tokens *= scale
+    size = math.ceil(len(dataset) * scale)
+    source = _Source(size, tokens, dataset.longest, is_exact=scale == 1.0, is_packed=dataset.is_packed)
+    for rows in dataset.row_datasets():
+        source.dropped += len(rows.dropped)
+        source.truncated += rows.num_truncated
+        if rows.omitted:
+            source.omitted.append(rows.omitted)
+    return source
+
+
+def _describe_left_out(sources: list[_Source], tokenizer: Any) -> str:
     """Return clauses about rows that are not trained on as they are; empty if there are none."""
+    dropped = sum(source.dropped for source in sources)
+    truncated = sum(source.truncated for source in sources)
     text = ""
     if dropped:
         text += f"; {dropped:,} rows cannot be trained on and are left out"
     if truncated:
         text += f"; {truncated:,} rows have max_seq_len={tokenizer.max_seq_len} tokens or are truncated to it"
-    for reason in omitted:
-        text += f"; {reason}"
+    for source in sources:
+        for reason in source.omitted:
+            text += f"; {reason}"
     return text
 
 
@@ -217,10 +242,6 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
     except NotRead:
         return None
     return explain_shared_rows(held_out, training)
-
-
-def _has_labels(node: Any) -> bool:
-    return str(node.get("_component_")).endswith("datasets.classification_dataset")
 
 
 def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> None:
@@ -244,15 +265,17 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
 
 
 def _starts_from_classifier(cfg: SettingsView) -> bool:
-    config_file = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir") / "config.json"
+    """Return whether the checkpoint is a classifier, or may be one because nothing is known of it."""
+    folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
+    config_file = folder / "config.json"
     if not config_file.is_file():
-        return True  # nothing is known of the checkpoint
+        return True
     names = read_json(config_file).get("architectures") or []
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def _try_schedule(cfg: SettingsView, steps: int) -> None:
     """Build the schedule, so that it can warn about the number of steps."""
-    full_rate = cfg.optimizer.get("lr", 0.1)
+    full_rate = cfg.optimizer.get("lr", 0.1)  # any, where the optimizer has a default
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full_rate)
     config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=steps, last_epoch=-1)

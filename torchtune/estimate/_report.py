@@ -45,10 +45,12 @@ def memory(estimate: Estimate) -> str:
 
 
 def _lines(rows: Rows) -> str:
+    """Return rows as lines; an empty name continues the row before."""
     return "\n".join(f"{name:<14}{text}".rstrip() for name, text in rows)
 
 
 def _layers(estimate: Estimate) -> str:
+    """Describe how many layers were simulated."""
     if estimate.simulated == (estimate.layers,):
         return f"all {estimate.layers} layers"
     *first, last = [str(layers) for layers in estimate.simulated]
@@ -56,6 +58,7 @@ def _layers(estimate: Estimate) -> str:
 
 
 def _batch(estimate: Estimate) -> str:
+    """Describe the tokens of a micro-batch and of a step."""
     size = StepPlan.of(estimate.settings).batch_size
     length = estimate.length
     micro = f"{size} x {length:,} = {size * length:,} tokens per rank"
@@ -63,6 +66,7 @@ def _batch(estimate: Estimate) -> str:
 
 
 def _memory(estimate: Estimate) -> Rows:
+    """Return a table of the memory of a device, with a column for each phase and a row for each component."""
     peaks = estimate.peaks
     head = "".join(f"{phase:>11}" for phase in peaks)
     rows = [("memory", f"{head}   GiB of each device at the peak of each phase")]
@@ -106,6 +110,7 @@ def _largest(peak: Peak) -> Rows:
 
 
 def _host(estimate: Estimate) -> Rows:
+    """Return the memory of the host that offloading needs, if there is any."""
     if not estimate.host:
         return []
     return [("host memory", f"{estimate.host / GIB:.2f} GiB per rank")]
@@ -123,13 +128,16 @@ def _resident(estimate: Estimate, tensors: float) -> Rows:
 
 
 def _flops(estimate: Estimate) -> dict[str, float]:
+    """Return the FLOPs of a step and device, by phase."""
     return {phase: sum(work.flops.values()) for phase, work in estimate.work.items()}
 
 
 def _work(estimate: Estimate) -> Rows:
+    """Return the FLOPs and the communication of a step."""
     calls: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for work in estimate.work.values():
+        # Both those that overlap with computation and those that others wait for.
         collectives = work.collectives + work.waiting
         for (kind, ranks), number in collectives.items():
             calls[kind] += number
@@ -144,13 +152,14 @@ def _work(estimate: Estimate) -> Rows:
 
 
 def _time(estimate: Estimate, device: Accelerator) -> Rows:
+    """Return the time of a step, the speed, and the cost of the run."""
     time = step_time(estimate.work.values(), device)
     processes = estimate.dims.world_size
     step = (
         f"{time.total:.2f} s ({time.computing:.2f} computing, {time.launching:.2f} host, {time.overlapped:.2f} FSDP's "
         f"collectives overlapped, {time.waiting:.2f} others), bound by {time.bound}"
     )
-    share_of_peak = sum(_flops(estimate).values()) / time.total / device.bf16
+    share_of_peak = sum(_flops(estimate).values()) / time.total / device.bf16  # the MFU
     speed = f"{estimate.tokens / time.total / processes:,.0f} tokens/s per device, {share_of_peak:.0%} of peak"
     steps, reason = _steps(estimate)
     hours = steps * time.total / 3600
@@ -171,6 +180,7 @@ def _steps(estimate: Estimate) -> tuple[int, str]:
 
 
 def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
+    """Return what the numbers assume."""
     lines = []
     if estimate.length_is_assumed:
         lines.append(f"rows of {estimate.length:,} tokens: set tokenizer.max_seq_len for another length")
@@ -194,6 +204,7 @@ def _assumed(estimate: Estimate, device: Accelerator) -> Rows:
 
 
 def _size(size: float) -> str:
+    """Return bytes in GiB, or in MiB if they are few."""
     if size > GIB / 100:
         return f"{size / GIB:,.2f} GiB"
     return f"{size / 2**20:,.2f} MiB"

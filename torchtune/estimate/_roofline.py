@@ -70,6 +70,7 @@ def step_time(phases: Iterable[Work], device: Accelerator) -> StepTime:
 
 
 def _compute(work: Work, device: Accelerator) -> float:
+    """Return the seconds of the operators of a phase, each bound by its arithmetic or its memory traffic."""
     seconds = 0.0
     for (flops, moved, dtype), calls in work.calls.items():
         if dtype.itemsize == 1:
@@ -78,28 +79,32 @@ def _compute(work: Work, device: Accelerator) -> float:
             peak = device.fp32 * 1e12
         else:
             peak = device.bf16
-        slowest = max(flops / (peak * ARITHMETIC), moved / (device.bandwidth * 1e9 * MEMORY))
-        seconds += calls * slowest
+        arithmetic = flops / (peak * ARITHMETIC)
+        traffic = moved / (device.bandwidth * 1e9 * MEMORY)
+        seconds += calls * max(arithmetic, traffic)
     return seconds
 
 
 def _send(collectives: Counter[Collective], sizes: Counter[Collective], device: Accelerator) -> float:
+    """Return the seconds of collectives, of which ``sizes`` are the bytes."""
     seconds = 0.0
     for (kind, ranks), calls in collectives.items():
         size = sizes[kind, ranks]
         if kind == "all-to-all":
             seconds += calls * LATENCY + size * _seconds_of_a_byte_to_all(ranks, device) / (1e9 * LINKS)
             continue
-        share = (len(ranks) - 1) / len(ranks)
-        rounds = 2 if kind == "all-reduce" else 1
+        share = (len(ranks) - 1) / len(ranks)  # of the bytes, which move through every rank of a ring
+        rounds = 2 if kind == "all-reduce" else 1  # a reduce-scatter and an all-gather
         seconds += calls * LATENCY + rounds * size * share / (_link(ranks, device) * 1e9 * LINKS)
     return seconds
 
 
 def _seconds_of_a_byte_to_all(ranks: tuple[int, ...], device: Accelerator) -> float:
     """Return 1e9 times the seconds per byte of an all-to-all, over the slower of links and network."""
-    near = min(_by_machine(ranks, device))
-    return max((near - 1) / device.link, (len(ranks) - near) / device.network) / len(ranks)
+    near = min(_by_machine(ranks, device))  # ranks of the machine that has most to send to others
+    over_links = (near - 1) / device.link
+    over_network = (len(ranks) - near) / device.network
+    return max(over_links, over_network) / len(ranks)
 
 
 def _link(ranks: tuple[int, ...], device: Accelerator) -> float:

@@ -4,21 +4,24 @@ import contextlib
 import copy
 import dataclasses
 import io
+import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchtune import config
 from torchtune.config import SettingsView
 from torchtune.estimate import _simulated_inputs
-from torchtune.estimate._cluster import one_thread, simulated_cluster
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._plan import arrange, row_length
 from torchtune.estimate._simulated_inputs import SimulationError
-from torchtune.estimate._torch_private import FakeTensorMode
+from torchtune.estimate._torch_private import FakeTensorMode, fake_store, forget_meshes
 from torchtune.supervision import StepPlan
 from torchtune.utils import simulated
 
@@ -72,6 +75,7 @@ def simulate(
     if length is None:
         length, _ = row_length(cfg)
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
+    # As many as the steps read, so that an epoch has them all.
     rows = steps * plan.batch_size * accumulated * dims.data_size
     changes: dict[str, Any] = {
         "gradient_accumulation_steps": accumulated,
@@ -79,32 +83,33 @@ def simulate(
         "max_steps": None,
     }
     if kept:
-        changes["model_converters"] = []  # ``models`` are converted
-        for (setting, stack_name), layers in kept.items():
-            if setting not in changes:
-                changes[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
-            changes[setting]["layers"][stack_name] = list(layers)
+        changes |= _shallow_models(kept)
     num_loads = 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         stack.enter_context(simulated())
         stack.enter_context(_set(_simulated_inputs.vision, None))
         stack.enter_context(one_thread())
-        stack.enter_context(_silence())
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if observer.fake:
             stack.enter_context(simulated_cluster(processes, per_machine))
         # Entered last, so that the modes are left before the cluster ends.
         modes = stack.enter_context(ExitStack())
 
         def begin() -> None:
+            """Let tensors be fake and count operators, from the first model on."""
             if not observer.entered:
                 if observer.fake:
                     modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 modes.enter_context(observer)
 
         def loaded(model: nn.Module) -> None:
+            """Record a model with its weights."""
             nonlocal num_loads
             num_loads += 1
-            name = "model" if num_loads == 1 else f"model {num_loads}"
+            name = "model"
+            if num_loads > 1:
+                name += f" {num_loads}"
             observer.loaded(model, name)
 
         stack.enter_context(_set(_simulated_inputs.built, models or {}))
@@ -141,6 +146,16 @@ def check_simulated(settings: Any) -> str:
     return kind
 
 
+def _shallow_models(kept: Kept) -> dict[str, Any]:
+    """Return settings that build each model with few layers."""
+    settings: dict[str, Any] = {"model_converters": []}  # the models are converted already
+    for (setting, stack_name), layers in kept.items():
+        if setting not in settings:
+            settings[setting] = {"_component_": f"{_HERE}.shallow", "setting": setting, "layers": {}}
+        settings[setting]["layers"][stack_name] = list(layers)
+    return settings
+
+
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
     """Return the settings with ``changes``, and with stand-ins for files."""
     data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": check_simulated(cfg)}
@@ -164,40 +179,104 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "share_prefix": False,  # the common prefix of answers is unknown
         "log_level": "ERROR",
     }
-    for key, value in _items(settings):
+    if dataclasses.is_dataclass(settings):
+        values = {setting.name: getattr(settings, setting.name) for setting in dataclasses.fields(settings)}
+    else:  # a DictConfig
+        values = dict(settings.items())
+    for key, value in values.items():
         if isinstance(value, Mapping) and key.endswith("checkpointer"):
             changes[key] = {"_component_": f"{_HERE}.StandInCheckpointer"}
     if cfg.lr_scheduler is not None:
         # The simulated run is shorter than the phases of its schedule.
         num_steps = {name: 0 for name in ("num_warmup_steps", "num_decay_steps") if name in cfg.lr_scheduler}
         changes["lr_scheduler"] = {**cfg.lr_scheduler, **num_steps}
+    # A recipe lacks some of these settings.
+    declared = {key: value for key, value in changes.items() if key in values}
     if dataclasses.is_dataclass(settings):
-        names = {setting.name for setting in dataclasses.fields(settings)}
-        declared = {key: value for key, value in changes.items() if key in names}
         return dataclasses.replace(settings, **declared)
-    replaced = copy.deepcopy(settings)  # a DictConfig
-    for key, value in changes.items():
-        if key in replaced:
-            replaced[key] = value
+    replaced = copy.deepcopy(settings)
+    for key, value in declared.items():
+        replaced[key] = value
     return replaced
 
 
-def _items(settings: Any) -> Iterable[tuple[str, Any]]:
-    if dataclasses.is_dataclass(settings):
-        return [(setting.name, getattr(settings, setting.name)) for setting in dataclasses.fields(settings)]
-    return settings.items()
+def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:
+    """Return this rank's object for every rank."""
+    objects[:] = [own_object] * len(objects)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Take the place of a collective that changes nothing if all ranks are equal."""
+
+
+@contextmanager
+def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
+    """Make this process rank 0 of ``processes`` inside the block.
+
+    Nothing is sent, and received tensors are uninitialized. CPU process groups are simulated, too. Object collectives
+    return this rank's objects.
+
+    Args:
+        processes: number of processes; 1 changes nothing, nor does a nested block of the same size.
+        per_machine: processes per machine.
+    """
+    is_nested = dist.is_initialized() and dist.get_backend() == "fake" and dist.get_world_size() == processes
+    if processes == 1 or is_nested:
+        yield
+        return
+    local = min(processes, per_machine)
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": "simulated",
+        "MASTER_PORT": "1",
+    }
+    new_group = dist.new_group
+    destroy = dist.destroy_process_group
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        """Make a process group that sends nothing, whatever its backend."""
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    changed = {
+        "new_group": fake_group,
+        "all_gather_object": _gather_own,
+        "broadcast_object_list": _nothing,
+        "barrier": _nothing,
+        "monitored_barrier": _nothing,
+        "destroy_process_group": _nothing,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
+        stack.callback(destroy)
+        forget_meshes()
+        stack.callback(forget_meshes)
+        for name, function in changed.items():
+            # Torch's own code looks the functions up in the module that defines them.
+            for owner in (dist, dist.distributed_c10d):
+                stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run backward passes in the calling thread inside the block, because dispatch modes are per thread."""
+    before = torch.autograd.is_multithreading_enabled()
+    torch.autograd.set_multithreading_enabled(False)
+    try:
+        yield
+    finally:
+        torch.autograd.set_multithreading_enabled(before)
 
 
 @contextmanager
 def _set(variable: Any, value: Any) -> Iterator[None]:
+    """Context manager that sets a context variable."""
     token = variable.set(value)
     try:
         yield
     finally:
         variable.reset(token)
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        yield

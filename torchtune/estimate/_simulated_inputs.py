@@ -57,9 +57,11 @@ def shallow(setting: str, layers: Mapping[str, Sequence[int]]) -> nn.Module:
         new_index = {index: position for position, index in enumerate(layers[name])}
         kv_sources = getattr(stack, "kv_sources", None)
         if kv_sources:
-            stack.kv_sources = {
-                new_index[reader]: new_index[source] for reader, source in kv_sources.items() if reader in new_index
-            }
+            kept_sources = {}
+            for reader, source in kv_sources.items():  # of layers that read the keys and values of another one
+                if reader in new_index:
+                    kept_sources[new_index[reader]] = new_index[source]
+            stack.kv_sources = kept_sources
         if isinstance(stack, VisionTower):
             stack.full_layers = frozenset(new_index[index] for index in stack.full_layers if index in new_index)
             stack.deep_layers = tuple(new_index[index] for index in stack.deep_layers)
@@ -90,8 +92,10 @@ class StandInCheckpointer(CheckpointStore):
             vision.set(model.description)
         before_load.get()()
         for weight, parameter in list(model.named_parameters()):
-            kind = dtype if parameter.is_floating_point() else None
-            torch.nn.init.zeros_(materialize(model, weight, torch.device("cpu"), kind))
+            stored_dtype = None  # as it is, of quantized weights
+            if parameter.is_floating_point():
+                stored_dtype = dtype
+            torch.nn.init.zeros_(materialize(model, weight, torch.device("cpu"), stored_dtype))
         model.adapter_init = None
         on_load.get()(model)
 
@@ -177,10 +181,11 @@ class StandInDataset(ExampleDataset):
             row["is_chosen"] = index % 2 == 0
         if self._kind == "retrieval":
             row |= {"negatives": [], "labels": [0]}
+        document = [0] * self._length
         if self._kind == "documents":
-            row |= {"documents": [[0] * self._length], "targets": [1.0], "labels": [0]}
+            row |= {"documents": [document], "targets": [1.0], "labels": [0]}
         if self._kind == "candidates":  # two are the fewest
-            row |= {"documents": [[0] * self._length] * 2, "targets": [1.0, 0.0], "labels": [0]}
+            row |= {"documents": [document, document], "targets": [1.0, 0.0], "labels": [0]}
         return row
 
 
@@ -189,7 +194,9 @@ def _image(length: int, description: Any) -> Images:
     merge = description.vision.merge  # patches of a token along each side
     count = max(length // 2, 1)
     patches = torch.zeros(count * merge**2, description.vision.patch_values)
-    positions = torch.arange(length).expand(3, 1, length) if description.rope_axes else None
+    positions = None
+    if description.rope_axes:  # of time, height and width
+        positions = torch.arange(length).expand(3, 1, length)  # [3, 1, s]
     return Images(patches, ((1, merge, merge * count),), torch.arange(count), positions)
 
 

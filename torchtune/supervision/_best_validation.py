@@ -94,8 +94,10 @@ class BestValidation:
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
         if self._best is None and self.metric not in metrics:
-            near = nearest(self.metric, metrics)
-            suggestion = f" (did you mean {near}?)" if near else ""
+            suggestion = ""
+            similar_name = nearest(self.metric, metrics)
+            if similar_name:
+                suggestion = f" (did you mean {similar_name}?)"
             raise ValidationMetricError(
                 f"keep_best: validation has no {self.metric}{suggestion}: choose one of {', '.join(sorted(metrics))}, "
                 f"with {_MAXIMIZE_PREFIX} before it if more is better, and go on with resume_from_checkpoint=True."
@@ -127,7 +129,8 @@ class BestValidation:
         if not self._needs_checkpoint:
             return
         self._needs_checkpoint = False
-        self._records.append({"checkpoint": name, "step": self._best[0], "value": self._best[1]})
+        step, value = self._best
+        self._records.append({"checkpoint": name, "step": step, "value": value})
         if not self._is_writer:
             return
         try:

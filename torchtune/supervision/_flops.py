@@ -176,22 +176,18 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
         flows = flows or any(parameter.requires_grad for parameter in layer.parameters())
         for matrix, elements in _matrices(layer, shapes):
             by_token += elements * _flops_per_weight(matrix, flows)
+        passes = 3 if flows else 1  # backward costs twice as much as forward
         for attention in (getattr(layer, "attn", None), getattr(layer, "mixer", None)):
             if attention is None:
                 continue
             if isinstance(attention, RecurrentMixer):
-                flops_of_state = 6 * attention.state_elements
-                if flows:
-                    flops_of_state *= 3  # backward costs twice as much as forward
-                by_token += flops_of_state
+                by_token += passes * 6 * attention.state_elements
                 continue
             head_dim = getattr(attention, "head_dim", decoder.head_dim)
             key_dim = getattr(attention, "key_dim", head_dim)
             value_dim = getattr(attention, "value_dim", head_dim)
             # Query times key and probability times value: a multiplication and an addition per channel.
-            flops_per_pair = 2 * decoder.num_heads * (key_dim + value_dim)
-            if flows:
-                flops_per_pair *= 3
+            flops_per_pair = passes * 2 * decoder.num_heads * (key_dim + value_dim)
             chunk = getattr(attention, "chunk", None)
             if not getattr(attention, "is_causal", True):
                 bidirectional += flops_per_pair
@@ -218,6 +214,7 @@ def _flops_per_weight(matrix: "torch.Tensor", flows: bool) -> int:
 
 
 def _output_matrices(decoder: "nn.Module") -> list["torch.Tensor"]:
+    """Return the matrices that project hidden states to logits."""
     output = decoder.output
     if hasattr(output, "parameters"):
         weights = list(output.parameters())

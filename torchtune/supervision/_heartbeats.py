@@ -1,8 +1,9 @@
-"""Heartbeats: every rank publishes its progress, so that stalled ranks can be found."""
+"""Heartbeats: every rank publishes its progress, so that stalled and lost ranks can be found and named."""
 
 import ipaddress
 import json
 import os
+import platform
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torchtune.supervision._lifelines import Lifelines
-from torchtune.utils import get_logger, place, run_log_path
+from torchtune.utils import EXIT_REQUEUE, LostRankError, UserError, get_logger, place, run_log_path
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -115,16 +116,20 @@ class Heartbeats:
         self._thread.start()
 
     def _key(self, rank: int) -> str:
+        """Return the key of a rank's beat in the store."""
         return f"{self._prefix}/{rank}"
 
     def _run(self) -> None:
+        """Publish and read beats until the run or its store ends; the target of the thread."""
         from torch.distributed import DistError, TCPStore
 
         host, _, port = self.address.rpartition(":")
         wait = timedelta(seconds=60)
-        while (own_host := _own_host(host, int(port))) is None:
+        own_host = _own_host(host, int(port))
+        while own_host is None:
             if self._stop_event.wait(self._interval):
                 return
+            own_host = _own_host(host, int(port))
         self._lifelines = Lifelines(self._rank, self._world_size, self._prefix, own_host)
         try:
             store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
@@ -147,6 +152,7 @@ class Heartbeats:
         self._lifelines.close(has_finished=self.own_beat.left == FINISHED)
 
     def _sync_with_store(self, store: "Store") -> None:
+        """Publish this rank's beat, and read the others' if they are needed."""
         beat = replace(self.own_beat, cut=tuple(self._cut_ranks()))
         store.set(self._key(self._rank), json.dumps(asdict(beat)))
         if self._announces_stall:
@@ -154,6 +160,7 @@ class Heartbeats:
         if beat.failed or beat.left == ORPHANED or beat.cut:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
+        # In a run that goes well, ranks only write: a thousand ranks that read all others would load the store.
         if not (self.reads_peers or self.has_failed_rank):
             return
         for rank, beat in self._read_beats(store).items():
@@ -181,10 +188,11 @@ class Heartbeats:
         now = time.monotonic()
         peer = PeerBeat(beat, beat_at=now, moved=now)
         last = self.peer_beats.get(rank)
-        if last is not None and beat.number == last.beat.number:
-            peer.beat_at = last.beat_at
-        if last is not None and (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs):
-            peer.moved = last.moved
+        if last is not None:
+            if beat.number == last.beat.number:
+                peer.beat_at = last.beat_at
+            if beat.moves == last.beat.moves and beat.signs == last.beat.signs:
+                peer.moved = last.moved
         self.peer_beats[rank] = peer
 
     def announce_stall(self) -> None:
@@ -211,7 +219,7 @@ class Heartbeats:
             time.sleep(self._interval / 2)
             if self.last_reply < start:
                 continue
-            if not first_beats:
+            if not first_beats:  # from now on, every living rank publishes new ones
                 first_beats = self._peer_beats()
                 deadline = time.monotonic() + seconds
             failed = self.failed_ranks()
@@ -245,7 +253,9 @@ class Heartbeats:
         cut = set(self._cut_ranks())
         for beat in self._peer_beats().values():
             cut.update(beat.cut)
-        return silent if cut & silent.keys() else {}
+        if cut.isdisjoint(silent):
+            return {}
+        return silent
 
     @property
     def is_alone(self) -> bool:
@@ -253,9 +263,13 @@ class Heartbeats:
         return self.has_lost_store and bool(self._cut_ranks())
 
     def _cut_ranks(self) -> list[int]:
-        return [] if self._lifelines is None else sorted(self._lifelines.cut_ranks)
+        """Return the neighbors whose lifeline has ended."""
+        if self._lifelines is None:
+            return []
+        return sorted(self._lifelines.cut_ranks)
 
     def _peer_beats(self) -> dict[int, Beat]:
+        """Return the beats that were read, which the thread may be changing."""
         return {rank: peer.beat for rank, peer in list(self.peer_beats.items())}
 
     def stop(self, seconds: float) -> None:
@@ -276,7 +290,10 @@ def _own_host(host: str, port: int) -> str | None:
     except OSError:
         return None
     # Only the machine of the store reaches it by a loopback address; others know it by the store's name.
-    return host if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+    without_zone = address.partition("%")[0]  # IPv6 addresses of a link name their interface after a %
+    if ipaddress.ip_address(without_zone).is_loopback:
+        return host
+    return address
 
 
 def list_ranks(ranks: Iterable[int]) -> str:
@@ -351,4 +368,66 @@ def _find_stalled_ranks(beats: dict[int, Beat]) -> set[int]:
     behind = {rank for rank, beat in beats.items() if beat.moves == fewest_moves}
     if len(behind) == 1:
         return behind
-    return {rank for rank in behind if not beats[rank].waits} or behind
+    not_waiting = {rank for rank in behind if not beats[rank].waits}
+    return not_waiting or behind
+
+
+def machine_name() -> str:
+    """Return node rank and host name of this process."""
+    return f"machine {os.environ.get('GROUP_RANK', '0')} ({platform.node()})"
+
+
+def is_connection_error(error: BaseException | None) -> bool:
+    """Return whether a collective or the store failed: an error of torch, or of gloo, which has no error class."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError:
+    """Return the error for ranks that are gone or failed.
+
+    Args:
+        lost: last beats of these ranks; None if the store does not answer.
+        address: address of the store.
+    """
+    if lost is None:
+        return LostRankError(
+            f"Machine 0, which serves the store of all ranks at {address}, does not answer: rank 0 or its torchrun "
+            f"agent was killed, or the machine or network failed; {_resume_advice()}",
+            EXIT_REQUEUE,
+        )
+    first = min(lost)
+    beat = lost[first]
+    ranks = list_ranks(lost)
+    machines = sorted({beat.machine for beat in lost.values() if beat.machine})
+    if machines:
+        ranks += f" on {' and '.join(machines)}"
+    ranks = f"{ranks[0].upper()}{ranks[1:]}"
+    position = place(beat.step, beat.phase)
+    if beat.failed:
+        if beat.error:  # a user error
+            reason = beat.error
+            exit_code = UserError.exit_code
+        else:
+            reason = f"see {run_log_path(first) or 'its output'}."
+            exit_code = 1
+        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", exit_code)
+        # Ranks that fail log their error on their own machine.
+        error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
+        return error
+    verb = "is" if len(lost) == 1 else "are"
+    return LostRankError(
+        f"{ranks} {verb} gone, last seen {position}: the process or its torchrun agent was killed, or the machine or "
+        f"network failed; {_resume_advice()}",
+        EXIT_REQUEUE,
+    )
+
+
+def _resume_advice() -> str:
+    """Return what starts the run again: torchrun by itself, or the user."""
+    num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if num_restarts < max_restarts:
+        return "torchrun starts all ranks again, as soon as there are enough machines."
+    return "run the same command on all machines with resume_from_checkpoint=True to continue from the last checkpoint."

@@ -56,7 +56,10 @@ class Lifelines:
     def open(self, store: "Store") -> None:
         """Publish the address at which the previous rank connects."""
         try:
-            self._listener = _listen()
+            if socket.has_dualstack_ipv6():
+                self._listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+            else:
+                self._listener = socket.create_server(("", 0))
         except OSError as error:
             get_logger().debug(f"No port for the previous rank: {error}")
             return
@@ -103,6 +106,7 @@ class Lifelines:
         self._stop_listening()
 
     def _accept(self) -> None:
+        """Accept a caller, and keep it as the previous rank if it sends the token."""
         if self._listener is None:
             return
         try:
@@ -124,6 +128,7 @@ class Lifelines:
             caller.close()
 
     def _keep(self, line: socket.socket, rank: int) -> None:
+        """Keep a connection to a neighbor, and let the kernel probe it."""
         line.setblocking(False)
         if sys.platform == "linux":
             line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -132,6 +137,7 @@ class Lifelines:
         self._lines[line] = rank
 
     def _stop_listening(self) -> None:
+        """Close the port, and the connections that have sent no token."""
         for caller in self._callers:
             caller.close()
         self._callers.clear()
@@ -150,13 +156,6 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _listen() -> socket.socket:
-    """Return a socket that listens at a free port, by IPv6 and IPv4 where the machine has both."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def _receive(line: socket.socket, size: int) -> bytes | None:

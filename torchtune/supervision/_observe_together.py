@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune.supervision._lost_ranks import is_connection_error
+from torchtune.supervision._heartbeats import is_connection_error
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import LostRankError, ObserverGuard, UserError
 

@@ -93,6 +93,7 @@ def explain_out_of_memory(
 
 
 def _write_snapshot(cfg: SettingsView, rank: int, activity: Activity) -> Path | None:
+    """Write what fills the memory of the device; return the file, or None if it cannot be written."""
     path = Path(cfg.output_dir or ".") / "memory" / f"rank_{rank}_step_{activity.step + 1}.pickle"
     try:
         with atomic_write(path) as file:
@@ -122,10 +123,11 @@ def _explain(cfg: SettingsView, activity: Activity, dims: ParallelDims, rank: in
     if activity.shape:
         batch = f" with a batch of {' x '.join(map(str, activity.shape))} tokens"
     text = f"There is not enough memory for {owner} {activity}{batch} ({amounts}): "
-    suggestions = list(itertools.islice(_suggest_changes(cfg, activity, dims, kind), _MAX_SUGGESTIONS))
+    changes_to_try = itertools.islice(_suggest_changes(cfg, activity, dims, kind), _MAX_SUGGESTIONS)
+    suggestions = [_as_overrides(changes) for changes in changes_to_try]
     if not suggestions:
         return text + "no setting would need less: train adapters, a smaller model, or use more or larger devices"
-    return text + "set " + ", or ".join(_as_overrides(changes) for changes in suggestions)
+    return text + "set " + ", or ".join(suggestions)
 
 
 def _as_overrides(changes: Changes) -> str:
@@ -137,7 +139,7 @@ def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind
     """Yield changes that need less memory and that the recipe accepts, cheapest first."""
     cfg = SettingsView.of(settings)
     on_cuda = torch.cuda.is_available() and str(cfg.device or "cuda").startswith("cuda")
-    if kind == "host" and on_cuda:
+    if kind == "host" and on_cuda:  # what a device needs is not in it
         candidates = _less_offloading(cfg)
     else:
         candidates = itertools.chain(
@@ -150,7 +152,9 @@ def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind
 
 def _is_accepted(cfg: Any, changes: Changes) -> bool:
     """Return whether the recipe's own checks pass."""
-    if any("." in key for key in changes) or not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
+    if not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
+        return True
+    if any("." in key for key in changes):  # a key of a component, which checks do not read
         return True
     return not list(dataclasses.replace(cfg, **changes).check())
 
@@ -171,6 +175,7 @@ def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
         if (cfg.batch_size_val or plan.batch_size) > 1:
             yield {"batch_size_val": 1}
     elif plan.batch_size > 1:
+        # Of the same global batch, so that the run learns the same.
         changes: Changes = {"batch_size": 1}
         if not cfg.optimizer_in_bwd:  # which excludes accumulation
             changes["gradient_accumulation_steps"] = plan.rows_per_step(data_size=1)

@@ -72,13 +72,6 @@ class DummyProfiler:
         """Do nothing."""
 
 
-def _check_schedule(schedule: dict[str, int]) -> None:
-    for name, value in schedule.items():
-        least = 1 if name == "active_steps" else 0
-        if value < least:
-            raise UserError(f"profiler: {name}={value} must be at least {least}.")
-
-
 def setup_torch_profiler(
     enabled: bool = False,
     cpu: bool = True,
@@ -132,10 +125,13 @@ def setup_torch_profiler(
         "active_steps": active_steps,
         "num_cycles": num_cycles,
     }
-    if any(value is None for value in schedule.values()):
+    if any(value is None for value in schedule.values()):  # a mixture would be a window that nobody has asked for
         schedule = dict(DEFAULT_SCHEDULE)
         get_logger().info(f"profiler: the windows are not all given, using {schedule}.")
-    _check_schedule(schedule)
+    for name, length in schedule.items():
+        least = 1 if name == "active_steps" else 0  # a window without recorded steps has no trace
+        if length < least:
+            raise UserError(f"profiler: {name}={length} must be at least {least}.")
 
     options = {
         "profile_memory": profile_memory,
@@ -146,12 +142,12 @@ def setup_torch_profiler(
     output_dir = str(output_dir or DEFAULT_PROFILE_DIR)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     on_cuda = ProfilerActivity.CUDA in activities
-    metric = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"  # sort key of the table
+    sort_key = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
     guard = ObserverGuard("profiler")
 
     def on_trace_ready(profiler: torch.profiler.profile) -> None:
         # Guarded here, because torch crashes if a profile is stopped whose handler has raised.
-        guard.call(lambda: trace_handler(profiler, output_dir=output_dir, metric=metric))
+        guard.call(lambda: trace_handler(profiler, output_dir=output_dir, metric=sort_key))
 
     experimental_config = None
     if with_stack:  # stacks are only exported with it
@@ -210,6 +206,7 @@ class GuardedProfiler:
         self._call(self._profiler.step)
 
     def _call(self, function: Callable[[], None]) -> None:
+        """Call a method of the profiler, unless it has failed before."""
         if not self._is_running:
             return
         self._guard.call(function)

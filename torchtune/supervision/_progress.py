@@ -45,8 +45,9 @@ class ProgressBar:
 
     def __init__(self, total: int, initial: int = 0, file: IO[str] | None = None, interval: float = 10.0) -> None:
         self._guard = ObserverGuard("progress bar")
-        stream = sys.stderr if file is None else file
-        self._bar = self._guard.call(lambda: _make_bar(total, initial, stream, interval))
+        if file is None:
+            file = sys.stderr
+        self._bar = self._guard.call(lambda: _make_bar(total, initial, file, interval))
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -66,6 +67,7 @@ class ProgressBar:
             self._guard.call(lambda: self._show(metrics))
 
     def _show(self, metrics: Mapping[str, Any]) -> None:
+        """Set the texts of the metrics, which the next redraw shows."""
         for name, (label, form) in _SHOWN.items():
             if name in metrics:
                 self._bar.shown[label] = form.format(float(metrics[name]))
@@ -116,7 +118,7 @@ class _Bar(tqdm):
         """What a line is made of."""
         values = super().format_dict
         labels = [label for label, _ in _SHOWN.values() if label in self.shown]
-        while True:
+        while True:  # leave out the last metrics until the line fits
             values["postfix"] = ", ".join(f"{label}={self.shown[label]}" for label in labels)
             # Without a number of columns, the bar has ten.
             shortest = self.format_meter(**{**values, "ncols": None})
@@ -132,7 +134,7 @@ class _Lines:
         self._file = file
 
     def write(self, text: str) -> None:
-        text = text.strip("\r\n \x1b[A")
+        text = text.strip("\r\n \x1b[A")  # what moves the cursor of a terminal
         if text:
             self._file.write(text + "\n")
 

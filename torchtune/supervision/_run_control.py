@@ -99,7 +99,9 @@ class RunControl:
     ) -> None:
         self._dims = dims
         self._save_file = Path(output_dir) / "SAVE"
-        self._save_every = "epoch" if every_n_steps is None else every_n_steps
+        self._save_every = every_n_steps
+        if every_n_steps is None:
+            self._save_every = "epoch"
         self._validate_every = validate_every
         self._total_steps = total_steps
         self._every_n_seconds = every_n_minutes
@@ -120,7 +122,9 @@ class RunControl:
         self.finished = False
         self._failure: ValidationMetricError | None = None
         self.exit_code = 0
-        self._best = BestValidation(output_dir) if best is None else best
+        if best is None:
+            best = BestValidation(output_dir)  # of no metric: nothing is compared
+        self._best = best
 
     @property
     def stopping(self) -> bool:
@@ -145,7 +149,9 @@ class RunControl:
         """
         self._loader = loader
         self._epochs = epochs
-        self._throughput = Throughput(dims=self._dims) if throughput is None else throughput
+        if throughput is None:
+            throughput = Throughput(dims=self._dims)
+        self._throughput = throughput
         if self._total_steps is not None:
             self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
@@ -184,6 +190,7 @@ class RunControl:
             SkippedStepsError: the step before was one too many that was skipped.
         """
         self._settle()
+        # What this rank sends: counts of its next step, values that are added up, and flags of any rank.
         norm_is_bad = False
         norm_of_main = 0.0
         if grad_norm is not None:
@@ -197,10 +204,13 @@ class RunControl:
             with self._throughput.loading_ahead():
                 next_counts = self._loader.peek_counts()
         # All ranks send equally many numbers, also those whose loader is at its end.
-        counts = [0, 0, 0.0] if next_counts is None else next_counts
+        counts = next_counts
+        if counts is None:
+            counts = [0, 0, 0.0]
         values = [norm_of_main, *step_metrics.sums_and_counts()]
         requests = [step_metrics.has_new_names, *self._local_requests()]
 
+        # One message of numbers and flags; where the values are on the device, they travel by themselves.
         exchange: LateExchange | None = None
         if self._dims.sends_from_device(values):
             # First, so that the device begins before the hosts wait for each other.
@@ -211,6 +221,7 @@ class RunControl:
             counts = sums[:3]
             values = sums[3:]
             norm_is_bad, *requests = flags  # on any rank
+        # What all ranks have sent.
         has_new_names, *requests = requests
         new_sums = []
         if has_new_names:  # usually in the first step
@@ -222,6 +233,7 @@ class RunControl:
         names = step_metrics.end_step()
 
         def read(values: list[float], norm_is_bad: bool) -> dict[str, Any]:
+            """Return the metrics from the sums over all ranks."""
             norm, loss, *sums = values
             metrics = {"loss": loss, **means_of(names, sums + new_sums)}
             step_metrics.record(step, metrics)
@@ -235,9 +247,11 @@ class RunControl:
             return read(values, norm_is_bad)
 
         def receive() -> dict[str, Any]:
+            """Wait for the sums, and return the metrics."""
             values, (norm_is_bad,) = exchange.wait()
             return read(values, norm_is_bad)
 
+        # The message on the device: the optimizer learns there, without the host, whether to leave out the step.
         loss = exchange.message[1]
         norm_is_bad = exchange.message[-1]
         self._exchange = exchange
@@ -266,14 +280,15 @@ class RunControl:
     def _local_requests(self) -> list[bool]:
         """Return whether this rank requests a checkpoint, and whether it received each signal."""
         self._check_grace()
+        is_save_requested = False
+        if self._dims.is_main:  # clocks differ, and the file is removed once
+            if self._every_n_seconds is not None:
+                is_save_requested = self._clock() - self._saved_at >= self._every_n_seconds
+            if self._save_file.exists():
+                self._save_file.unlink(missing_ok=True)
+                is_save_requested = True
         signals = [self._signals.number == number for number in _EXIT_CODES]
-        return [self._dims.is_main and self._is_save_requested(), *signals]
-
-    def _is_save_requested(self) -> bool:
-        if self._save_file.exists():
-            self._save_file.unlink(missing_ok=True)
-            return True
-        return self._every_n_seconds is not None and self._clock() - self._saved_at >= self._every_n_seconds
+        return [is_save_requested, *signals]
 
     def _check_grace(self) -> None:
         """Measure a checkpoint when it is complete; the first that outlasts the grace period shortens the interval.
@@ -371,7 +386,7 @@ class RunControl:
             self._saved_at = self._clock()
         if not (is_due or is_epoch_checkpoint or self.finished):
             return None
-        self._settle()  # the state of a checkpoint is decided
+        self._settle()  # so that the state of the checkpoint is decided
         if is_epoch_checkpoint:
             name = f"epoch_{self._loader.epoch}"
         else:

@@ -42,11 +42,15 @@ class StopSignal:
         return self.number is not None
 
     def _restore(self) -> None:
+        """Restore the handlers of before."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+            if handler is None:  # not set by Python
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Take note of the first signal, and let the next one end the process."""
         if next(self._count):  # atomic: a second signal may interrupt this function
             return
         self.number = signal.Signals(number)

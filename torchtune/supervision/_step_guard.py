@@ -121,7 +121,7 @@ class StepGuard:
             metrics.settle()
             return accepted
         self._skips.prepare(metrics.is_bad)
-        step_data.indices = self._loader.step_indices  # the loader will have gone on
+        step_data.indices = self._loader.step_indices  # the loader will have gone on when the step is decided
         self._undecided = metrics
         metrics.when_settled(lambda: self._decide_late(metrics, step_data))
         return True
@@ -155,6 +155,7 @@ class StepGuard:
         if grad_norm is not None:
             grad_norm = float(grad_norm)
         reason = self._skip_reason(loss, grad_norm)
+        # A finite loss whose gradient is not: of a scaled loss, the scale is too large.
         has_overflowed = math.isfinite(loss) and grad_norm is not None and not math.isfinite(grad_norm)
         needs_smaller_scale = has_overflowed and self._scaler is not None and self._scaler.can_shrink
         if self._scaler is not None and math.isfinite(loss):
@@ -163,7 +164,7 @@ class StepGuard:
             self._in_a_row = 0
             self._recent_losses.append(loss)
             return True
-        if needs_smaller_scale:
+        if needs_smaller_scale:  # usual in the first steps, and no sign of a broken run
             reason = f"its gradient overflows fp16; the loss scale is {self._scaler.factor:g} from now on"
         else:
             self._in_a_row += 1
@@ -232,7 +233,9 @@ class StepGuard:
             for number, finite in enumerate(is_finite_on_rank):
                 if not finite:
                     micro_batches.add((number, rank))
-        return self._loader.rows(sorted(micro_batches) or None, step_data.indices)
+        if not micro_batches:
+            return self._loader.rows(None, step_data.indices)
+        return self._loader.rows(sorted(micro_batches), step_data.indices)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of skipped steps, and the losses in the mean. A collective."""

@@ -49,6 +49,7 @@ class Means:
     def sync_names(self, dims: ParallelDims) -> list[str]:
         """Add the new names of all ranks to the common list, and return them. A collective."""
         names_of_ranks = dims.gather(sorted(self._sums.keys() - set(self._names)))
+        # Sorted, so that all ranks append the same names in the same order.
         new_names = sorted(set().union(*names_of_ranks) - set(self._names))
         self._names += new_names
         return new_names
@@ -81,6 +82,7 @@ def means_of(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
 
 
 def _to_float64(value: Any) -> Any:
+    """Return a number or tensor in float64, in which the sum over many tokens keeps its digits."""
     if not isinstance(value, torch.Tensor):
         return float(value)
     dtype = torch.float64

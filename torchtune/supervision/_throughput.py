@@ -69,7 +69,9 @@ class Throughput:
         self._step_start = self._started
         self._logged = self._started
         self._dims = dims
-        self._world_size = 1 if dims is None else dims.world_size
+        self._world_size = 1
+        if dims is not None:
+            self._world_size = dims.world_size
         self._device = device
         self._waited = self._dims_waited()
         self._lost_seconds: dict[str, float] = {}
@@ -81,7 +83,9 @@ class Throughput:
         if model is not None and device is not None:
             self._guard.call(lambda: self._prepare_mfu(model, device))
         self._pair_flops = 0.0  # attention FLOPs per token in the current step
-        self._expert_load = None if model is None else _expert_load(model)
+        self._expert_load = None
+        if model is not None:
+            self._expert_load = _expert_load(model)
         self.activity = watched_activity() or Activity(step)
         self.activity.step = step
         self.activity.move("training")
@@ -91,17 +95,24 @@ class Throughput:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
     def _prepare_mfu(self, model: "nn.Module", device: "torch.device") -> None:
+        """Count the FLOPs of a step, if the device's peak is known."""
         self._peak_flops = _peak_flops(model, device)
         if self._peak_flops is not None:
             self._flops = count_flops(model, labels_only=True)
 
     def _on_forward(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = args[0] if args else kwargs.get("tokens")
+        """Note the shape of the tokens, for the message if memory runs out; a sign of life."""
+        tokens = kwargs.get("tokens")
+        if args:
+            tokens = args[0]
         self.activity.shape = getattr(tokens, "shape", None)
         self.activity.move()
 
     def _dims_waited(self) -> float:
-        return 0.0 if self._dims is None else self._dims.waited
+        """Return the seconds that this process has waited for others."""
+        if self._dims is None:
+            return 0.0
+        return self._dims.waited
 
     def loading(self, loader: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """Yield the items of ``loader``; the time spent loading counts as lost to data.
@@ -117,7 +128,7 @@ class Throughput:
                     loaded = next(batches)
             except StopIteration:
                 return
-            if self._flops is not None:
+            if self._flops is not None:  # attention depends on the lengths of the documents
                 self._pair_flops = self._guard.call(partial(self._attention_by_token, loaded), default=0.0)
             self.activity.move("training")
             yield loaded
@@ -131,6 +142,7 @@ class Throughput:
 
     @contextmanager
     def _waiting_for_data(self, phase: str, while_computing: bool = False) -> Iterator[None]:
+        """Count the time inside the block as lost to data; with ``while_computing``, not while a GPU has work."""
         start = self._clock()
         self.activity.move(phase)
         try:
@@ -168,7 +180,7 @@ class Throughput:
         now = self._clock()
         flops = 0.0
         if self._flops is not None:
-            labels = trained / self._world_size
+            labels = trained / self._world_size  # of this process, on average
             flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
         self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
@@ -193,7 +205,7 @@ class Throughput:
             yield
         finally:
             seconds = self._clock() - start
-            self._step_start += seconds
+            self._step_start += seconds  # as if the step had begun later
             if phase is not None:
                 self._lost_seconds[phase] = self._lost_seconds.get(phase, 0.0) + seconds
             self._waited += self._dims_waited() - waited  # part of the phase
@@ -208,7 +220,7 @@ class Throughput:
         ``paused``. For a mixture of experts also ``expert_load_max`` and ``expert_load_min`` (a collective).
         """
         seconds = sum(step.seconds for step in self._window)
-        if seconds <= 0:
+        if seconds <= 0:  # before the first step, the speeds are 0
             seconds = float("inf")
         metrics = {
             "tokens_per_second_per_gpu": sum(step.processed for step in self._window) / seconds,
@@ -227,7 +239,7 @@ class Throughput:
         """Return the shares of the time since the last call that were lost, and count from now on."""
         now = self._clock()
         waited = self._dims_waited()
-        if "waiting" in self._lost_seconds:
+        if "waiting" in self._lost_seconds:  # of several processes; that inside phases is theirs
             self._lost_seconds["waiting"] = waited - self._waited
         elapsed = now - self._logged
         shares = {}

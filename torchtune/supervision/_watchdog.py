@@ -16,13 +16,23 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from torchtune.config import SettingsView
-from torchtune.supervision._heartbeats import FINISHED, ORPHANED, PEER_LOST, Beat, Heartbeats, describe_stall
-from torchtune.supervision._lost_ranks import agent_pid, is_connection_error, lost_rank_error, machine_name
+from torchtune.supervision._heartbeats import (
+    FINISHED,
+    ORPHANED,
+    PEER_LOST,
+    Beat,
+    Heartbeats,
+    describe_stall,
+    is_connection_error,
+    lost_rank_error,
+    machine_name,
+)
 from torchtune.supervision._out_of_memory import explain_out_of_memory
 from torchtune.supervision._throughput import Throughput
 from torchtune.training import is_distributed
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import (
+    AGENT_VARIABLE,
     EXIT_REQUEUE,
     HANG_EXIT_CODE,
     LOOP_PHASES,
@@ -93,6 +103,7 @@ def watch_run(
 
 
 def _to_seconds(minutes: float | None) -> float | None:
+    """Return minutes as seconds, of at most thirty years."""
     if minutes is None:
         return None
     return min(60 * minutes, 1e9)  # which fits in the clocks of torch and Python
@@ -136,8 +147,10 @@ class Watchdog:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout must be above 0, got {timeout}.")
         self._activity = activity
-        self._timeout = math.inf if timeout is None else timeout
-        self._agent = agent_pid()
+        self._timeout = math.inf
+        if timeout is not None:
+            self._timeout = timeout
+        self._agent = _agent_pid()
         self._is_disabled = timeout is None and self._agent is None and not is_distributed()
         self._stop_event = threading.Event()
         self._heartbeats: Heartbeats | None = None
@@ -176,7 +189,10 @@ class Watchdog:
             reason = FINISHED
         else:
             reason = kind.__name__
-        self._publish_exit(reason, error=str(error) if isinstance(error, UserError) else "")
+        message = ""
+        if isinstance(error, UserError):
+            message = str(error)
+        self._publish_exit(reason, message)
         if loss is not None:
             raise loss from error
 
@@ -184,31 +200,38 @@ class Watchdog:
         """Return the error for the ranks that made a collective fail; None if all ranks are alive."""
         if self._heartbeats is None:
             return None
-        self._activity.sign()
-        beats = self._heartbeats.find_lost_ranks(min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2))
+        self._activity.sign()  # the search takes time, which is no stall
+        seconds = min(10.0, self._timeout / 4)
+        patience = min(60.0, self._timeout / 2)
+        beats = self._heartbeats.find_lost_ranks(seconds, patience)
         if beats == {}:  # all are alive; None would mean that the store does not answer
             return None
         return lost_rank_error(beats, self._heartbeats.address)
 
     def _publish_exit(self, left: str, error: str = "") -> None:
+        """Publish a last beat, with the reason of the end and the message of a user error."""
         if self._heartbeats is not None:
             self._heartbeats.own_beat = replace(self._make_beat(left=left), error=error)
             self._heartbeats.stop(seconds=2.0)
 
     def _schedule_stack_dump(self) -> None:
+        """Let C code write the stacks later, for code that blocks all threads, including the watchdog's."""
         if self._timeout < math.inf:
-            dump_stacks_after(2 * self._timeout)  # for code that blocks all threads, including this one
+            dump_stacks_after(2 * self._timeout)
 
     def _connect(self) -> None:
         """Start the heartbeats, and set the timeout of new process groups."""
-        size = int(os.environ["WORLD_SIZE"]) if is_distributed() else 1
+        size = 1
+        if is_distributed():
+            size = int(os.environ["WORLD_SIZE"])
         if self._heartbeats is None and size > 1:
-            self._interval = max(self._interval, size / 500)
+            self._interval = max(self._interval, size / 500)  # the store gets at most 500 beats per second
             self._heartbeats = Heartbeats(self._rank, size, self._interval, self._run_id, self._make_beat())
         if dist.is_available() and dist.is_initialized() and self._timeout < math.inf:
             self._num_groups = set_collective_timeout(2 * self._timeout + 60, self._num_groups)
 
     def _make_beat(self, still: bool = False, left: str = "") -> Beat:
+        """Return a new beat of this rank; if it stands ``still``, with its place in the code."""
         activity = self._activity
         line = ""
         waits = False
@@ -231,6 +254,7 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
+        """Look once per interval whether the agent lives and the run goes on; the target of the thread."""
         timeout = self._timeout
         last_check = time.monotonic()
         dump_scheduled_at = last_check
@@ -269,25 +293,25 @@ class Watchdog:
         Stacks would tell more, but CPython 3.11 crashes now and then if they are read while their threads run.
         A thread that waits for a device may be busy all the time: after the loss of a rank, that is no sign of life.
         """
-        cpu_time = self._watched_thread_time()
+        if hasattr(time, "pthread_getcpuclockid"):
+            cpu_time = time.clock_gettime(time.pthread_getcpuclockid(self._watched_thread))
+        else:  # macOS: all threads but this one
+            cpu_time = time.process_time() - time.thread_time()
         written = self._activity.written
-        has_worked = cpu_time - self._last_cpu_time > _MIN_CPU_SHARE * elapsed or written > self._last_written
+        has_computed = cpu_time - self._last_cpu_time > _MIN_CPU_SHARE * elapsed
+        has_worked = has_computed or written > self._last_written
         has_lost_rank = self._heartbeats is not None and bool(self._heartbeats.gone_ranks())
         if has_worked and self._activity.phase not in LOOP_PHASES and not self._activity.row and not has_lost_rank:
             self._activity.sign()
         self._last_cpu_time = cpu_time
         self._last_written = written
 
-    def _watched_thread_time(self) -> float:
-        if not hasattr(time, "pthread_getcpuclockid"):  # macOS
-            return time.process_time() - time.thread_time()
-        return time.clock_gettime(time.pthread_getcpuclockid(self._watched_thread))
-
     def _is_store_lost(self, now: float) -> bool:
         """Return whether the store does not answer; a slow name server may delay it by seconds."""
         return now - self._heartbeats.last_reply > self._timeout / 2
 
     def _all_ranks_stall(self, now: float) -> bool:
+        """Return whether no other rank has moved; without the store, this rank decides alone."""
         if self._heartbeats is None or self._is_store_lost(now):
             return True
         peers = list(self._heartbeats.peer_beats.values())
@@ -321,6 +345,7 @@ class Watchdog:
         _exit_process(EXIT_REQUEUE)
 
     def _stall_message(self, now: float) -> str:
+        """Return a sentence on the ranks that stall, or on the store if it does not answer."""
         own_beat = self._make_beat(still=True)
         beats = {self._rank: own_beat}
         silent = set()
@@ -336,6 +361,28 @@ class Watchdog:
                     "does not answer: rank 0 or its torchrun agent is stopped or gone, and may be what all wait for."
                 )
         return describe_stall(beats, silent, time.time())
+
+
+def _agent_pid() -> int | None:
+    """Return the id of the process that started this rank, even if it has died since; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    agent = int(os.environ.get(AGENT_VARIABLE, "0"))
+    if agent == 0 or _process_exists(agent):
+        return parent
+    return agent  # it has died, so that this process has another parent by now
+
+
+def _process_exists(pid: int) -> bool:
+    """Return whether a process exists, of any user; signal 0 sends nothing."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def _report_once(occasion: str, sentence: str) -> None:

@@ -41,7 +41,10 @@ ROWS = {
 
 
 def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    lines = []
+    for row in rows:
+        lines.append(row if isinstance(row, str) else json.dumps(row))
+    path.write_text("".join(f"{line}\n" for line in lines))
     return path
 
 
@@ -206,8 +209,11 @@ def rows_of(out, name):
 
 
 def test_rows_that_train_the_same_are_duplicates_and_leaks(tmp_path, tune):
-    rows = [{"id": n, "note": str(n), "input": "red", "output": "blue" if n < 3 else "cat"} for n in range(4)]
-    train, held = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", {"output": "cat", "input": "red"})
+    rows = []
+    for number, answer in enumerate(("blue", "blue", "blue", "cat")):
+        rows.append({"id": number, "note": str(number), "input": "red", "output": answer})
+    train = write(tmp_path / "a.jsonl", *rows)
+    held = write(tmp_path / "b.jsonl", {"output": "cat", "input": "red"})
     out = tune("data", "show", train, "--validation", held).out
     assert "2 rows are the same as an earlier one, the first in line 2 (as line 1)" in out
     assert f"1 rows of {held} are in {train} too" in out

@@ -132,7 +132,10 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub():
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server, serving(server):
-        server.asked, server.ranges, server.out_of_order, server.cut = [], [], None, None
+        server.asked = []
+        server.ranges = []
+        server.out_of_order = None
+        server.cut = None
         server.url = f"http://127.0.0.1:{server.server_port}"
         yield server
 

@@ -1,5 +1,6 @@
 """``tune export``: what it writes is what was trained, a fault in writing is found, and mistakes are one sentence."""
 
+import itertools
 import json
 import os
 import shutil
@@ -75,7 +76,7 @@ def test_the_model_card_has_the_verdict_of_the_check(runs, tmp_path, tune):
 
 @pytest.mark.parametrize(
     ("run", "to"),
-    [("full", "hf"), *((run, to) for run in ("lora", "experts") for to in ("adapter", "merged"))],
+    [("full", "hf"), *itertools.product(("lora", "experts"), ("adapter", "merged"))],
 )
 def test_exported_files_compute_the_logits_of_the_trained_model(runs, tmp_path, tune, run, to):
     model = runs / run / ("" if run == "full" else "epoch_0")
@@ -317,7 +318,8 @@ def test_killed_run_exports_its_newest_complete_checkpoint(runs, tmp_path, tune)
 
 
 def test_invalid_exports_are_refused_in_one_sentence(runs, tmp_path, tune):
-    full, adapter = str(runs / "full" / "epoch_0"), str(runs / "lora" / "epoch_0")
+    full = str(runs / "full" / "epoch_0")
+    adapter = str(runs / "lora" / "epoch_0")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     orphan = train(write_checkpoint(tmp_path / "base"), tmp_path / "orphan")

@@ -189,6 +189,13 @@ streaming: true
 """
 
 
+def test_default_of_lora_changes_no_other_converter_of_a_full_run(convert):
+    # TRL has defaults of LoRA, which a run of all weights does not use.
+    converted, _ = convert("model_name_or_path: own/model\ndataset_name: own/rows\nneftune_noise_alpha: 5\n")
+    assert converted["recipe"] == "full_finetune_single_device"
+    assert converted["model_converters"] == [{"_component_": "torchtune.modules.NEFTune", "alpha": 5.0}]
+
+
 def test_long_context_settings_of_axolotl_are_converted(convert):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     fields = {"max_position_embeddings": 131072, "rope_scaling": scaling}

@@ -40,7 +40,8 @@ def test_comparison_lists_only_differences(tune, tmp_path):
 
 
 def test_differences_within_noise_are_called_noise_and_both_curves_drawn(tune, tmp_path):
-    first, second = make(tmp_path / "one"), make(tmp_path / "two", noise=0.3, rate=0.25)
+    first = make(tmp_path / "one")
+    second = make(tmp_path / "two", noise=0.3, rate=0.25)
     done = tune("compare", first, second, "--html", tmp_path / "page.html")
     assert done.code == 0
     assert "8 rows: same within noise" in done.out
@@ -69,7 +70,8 @@ def test_validations_are_drawn_and_the_best_checkpoints_named(tune, tmp_path):
 
 def test_different_losses_are_not_compared(tune, tmp_path):
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-    first, second = make(tmp_path / "one"), make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
+    first = make(tmp_path / "one")
+    second = make(tmp_path / "two", recipe="dpo", loss=loss, shift=1.0)
     done = tune("compare", first, second)
     assert done.code == 0
     assert (

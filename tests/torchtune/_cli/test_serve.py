@@ -295,7 +295,8 @@ def test_tool_calls_are_parsed_and_their_replies_bridged(name, streams, tmp_path
     tokenizer = make(name, tmp_path)
     turns = conversation(1, reasons=False)
     tokens, mask = tokenizer.tokenize_messages(turns, tools=TOOLS)
-    start, end = mask.index(False), len(mask) - mask[::-1].index(False)
+    start = mask.index(False)
+    end = len(mask) - mask[::-1].index(False)  # behind the last token of an answer
     size = max(tokenizer.vocab_size, max(tokens) + 1)
     model = llama3(vocab_size=size, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=8192)
     model.output = script = Script(size)
@@ -470,7 +471,8 @@ def test_request_for_several_answers_samples_each(server):
     for event in events:
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["delta"].get("content", "")
-            ends += [choice["index"]] if choice["finish_reason"] else []
+            if choice["finish_reason"]:
+                ends.append(choice["index"])
     assert (streamed, sorted(ends)) == (texts, [0, 1, 2])
     assert events[-1]["usage"] == reply["usage"]
     assert content(server.server_port, CAT, top_p=0.0, temperature=1) == content(server.server_port, CAT)
@@ -510,7 +512,9 @@ def test_stop_texts_are_found_across_pieces_in_one_pass():
         for start in range(0, len(text), size):
             piece = text[start : start + size]
             sent += buffer.put(piece, piece)
-        return sent + (buffer.before if buffer.mark else buffer.text), buffer.mark
+        if buffer.mark:
+            return sent + buffer.before, buffer.mark
+        return sent + buffer.text, None
 
     for size in (1, 2, 3, 50):
         assert answered("a long tail and more", ["tail"], size) == ("a long ", "tail")

@@ -109,7 +109,8 @@ def ways_to_say(action):
         value = value_of(action)
         ways.append([name, *value])
         if value:
-            ways.append([name + ("=" if name.startswith("--") else "") + value[0]])
+            separator = "=" if name.startswith("--") else ""
+            ways.append([f"{name}{separator}{value[0]}"])
     return ways
 
 
@@ -123,10 +124,14 @@ def test_every_option_reaches_torchrun(action, monkeypatch):
 
 
 def reaches(action, given):
-    for recipe in (["own.py"], []):
-        command = parse_command([*given, *recipe, "--config", "own.yaml", "a=b", "~c"])
+    for recipe in ("own.py", None):
+        words = list(given)
+        if recipe is not None:
+            words.append(recipe)
+        command = parse_command([*words, "--config", "own.yaml", "a=b", "~c"])
         assert command.torchrun == given
-        assert (command.recipe, command.config) == (recipe[0] if recipe else None, "own.yaml")
+        assert command.recipe == recipe
+        assert command.config == "own.yaml"
         assert command.overrides == ["a=b", "~c"]
     wanted = vars(get_args_parser().parse_args([*given, "own.py"]))[action.dest]
     passed = torchrun_arguments(command.torchrun, ["own.py", "--config", "own.yaml", "a=b"])
@@ -216,7 +221,9 @@ class Launched:
         try:
             tune.main()
         except SystemExit as stop:
-            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            if isinstance(stop.code, int):
+                return stop.code
+            return int(stop.code is not None)  # 1 for a text
         return 0
 
     def is_over(self):
@@ -250,11 +257,16 @@ def test_signal_makes_workers_save_once(folder, how):
         assert not launched.is_over()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    for pid in [int(path.read_text()) for path in pids] if how == "to all of them" else []:
-        os.kill(pid, signal.SIGTERM)
-    os.kill(launched.pid, signal.SIGINT if how == "Ctrl-C" else signal.SIGTERM)
+    if how == "Ctrl-C":
+        os.kill(launched.pid, signal.SIGINT)
+        expected_code = 130
+    else:
+        for path in pids:
+            os.kill(int(path.read_text()), signal.SIGTERM)
+        os.kill(launched.pid, signal.SIGTERM)
+        expected_code = 75  # what the workers end with
     code, errors = launched.wait()
-    assert code == (130 if how == "Ctrl-C" else 75), errors  # 75 is what the workers end with
+    assert code == expected_code, errors
     assert (folder / "saved_0").exists()
     assert (folder / "saved_1").exists()
     assert errors.count("the run saves and stops after this step") == 2
@@ -341,8 +353,8 @@ def test_restarted_worker_knows_of_its_restart(folder, rendezvous):
             options += ["--master-port", str(free.getsockname()[1])]
     code, errors = Launched(folder, *options, *OWN, "todo=again").wait()
     assert code == 0, errors
-    notes = {path.name for path in folder.glob("[01]_*")}
-    assert notes == {f"{rank}_{life}_{life == 1}_[2]" for rank in range(2) for life in range(2)}
+    notes = {path.name for path in folder.glob("[01]_*")}  # rank, life, whether it is a restart, [world size]
+    assert notes == {"0_0_False_[2]", "0_1_True_[2]", "1_0_False_[2]", "1_1_True_[2]"}
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_each_mistake_is_one_line_with_its_place_and_remedy(mistakes, override, 
     assert [line for line in texts if not line.startswith(expected_elsewhere)] == [message]
 
 
-def test_all_mistakes_at_once_in_the_order_of_the_file(mistakes):
+def test_all_mistakes_are_reported_at_once_in_the_order_of_the_file(mistakes):
     replace = {
         "  layers: 4": "  layer: 4",
         "lr: 2e-5": "lr: fast",
@@ -107,7 +107,7 @@ def test_component_that_does_not_take_runtime_arguments_is_a_mistake(mistakes):
     ]
 
 
-def test_rules_across_settings(check, mistakes):
+def test_rules_across_settings_are_checked(check, mistakes):
     assert mistakes("optimizer_in_bwd=true") == ["c.yaml:53: clip_grad_norm: cannot be used with optimizer_in_bwd"]
     assert check("optimizer_in_bwd=true", "clip_grad_norm=null").optimizer_in_bwd
     assert mistakes("sampler.top_p=2") == ["c.yaml:40: sampler: top_p is a probability: at most 1"]
@@ -156,20 +156,20 @@ def test_a_module_that_fails_to_import_says_why(mistakes, tmp_path, monkeypatch)
     assert "module 'raises' failed to import with ZeroDivisionError: division by zero" in mistakes("model=raises.f")[0]
 
 
-def test_components_that_build_arguments(check, mistakes):
+def test_component_is_accepted_as_an_argument_of_any_type_but_a_plain_one(check, mistakes):
     template = "{_component_: tests.torchtune.config.assets.parts.Template}"
     check(f"dataset.0.column_map={template}", f"metric_logger.group={template}")
     assert mistakes(f"model.width={template}") == ["command line: model.width: must be int, not a mapping"]
 
 
-def test_rules_bound_what_signatures_leave_open(mistakes, tmp_path):
+def test_bounds_of_the_recipe_hold_where_a_signature_has_no_type(mistakes, tmp_path):
     (tmp_path / "own_optimizer.py").write_text("def sgd(params, lr): ...\n")
     setting = "optimizer={_component_: own_optimizer.sgd, lr: %s}"
     assert mistakes(setting % "fast") == ["command line: optimizer.lr: must be float >= 0, not 'fast' (str)"]
     assert mistakes(setting % "-1") == ["command line: optimizer.lr: must be >= 0, not -1.0"]
 
 
-def test_an_untyped_recipe(tmp_path):
+def test_components_and_keys_of_an_untyped_recipe_are_checked(tmp_path):
     file = Path(__file__).parent / "assets/untyped.yaml"
     cfg = config.load_and_check(file, ["inference.max_steps=5"], untyped_recipe.recipe_main)
     assert cfg.output_dir == "/tmp/run/out"
@@ -199,22 +199,29 @@ def _main_of(folder: Path, text: str) -> Callable[..., object]:
     ],
 )
 @pytest.mark.parametrize("is_typed", [True, False])
-def test_a_key_without_effect(is_typed, line, warns, tmp_path, caplog):
+def test_a_key_that_the_recipe_does_not_read_is_a_warning(is_typed, line, warns, tmp_path, caplog):
     """A copied recipe with a loss of its own says that the one of the config is not used."""
-    module, name = (typed_recipe, "typed") if is_typed else (untyped_recipe, "untyped")
-    text = Path(module.__file__).read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
+    assets = Path(__file__).parent / "assets"
+    if is_typed:
+        source = Path(typed_recipe.__file__)
+        content = (assets / "typed.yaml").read_text()
+        line_of_loss = "loss:"
+    else:
+        source = Path(untyped_recipe.__file__)
+        content = (assets / "untyped.yaml").read_text() + "loss: 3\n"
+        line_of_loss = "loss: 3"
+    text = source.read_text().replace("vars(cfg)['batch_size']", "cfg.batch_size")
     text = text.replace("    print(f", f"    {line}\n    print(f")
     config_path = tmp_path / "mine.yaml"
-    content = (Path(module.__file__).parent / f"{name}.yaml").read_text()
-    config_path.write_text(content if is_typed else f"{content}loss: 3\n")
+    config_path.write_text(content)
     config.load_and_check(config_path, [], _main_of(tmp_path, text))
-    number = config_path.read_text().splitlines().index("loss:" if is_typed else "loss: 3") + 1
+    number = content.splitlines().index(line_of_loss) + 1
     warnings = [record.getMessage() for record in caplog.records if "never reads" in record.getMessage()]
     assert (f"loss ({config_path}:{number})" in "".join(warnings)) is warns
     assert len(warnings) <= 1
 
 
-def test_a_recipe_that_shifts_labels_again(tmp_path):
+def test_a_recipe_that_shifts_labels_again_is_refused(tmp_path):
     line = "labels = torch.hstack((labels[..., 1:], self.ignore_labels_cache[: labels.shape[0]]))"
     text = (
         Path(untyped_recipe.__file__)
@@ -243,7 +250,7 @@ def test_only_paths_are_refused_for_their_owner(mistakes, monkeypatch):
     assert "theirs/c belongs to another user" in second
 
 
-def test_validate_a_config_in_memory():
+def test_a_config_in_memory_is_validated():
     config.validate({"a": {"_component_": f"{PARTS}.Optimizer", "lr": 0.1}, "b": 3})
     with pytest.raises(ConfigError, match=r"a\.b\.0\.usr: .*Template takes no argument 'usr'; did you mean 'user'"):
         config.validate({"a": {"b": [{"_component_": f"{PARTS}.Template", "usr": 1}]}})
@@ -266,7 +273,7 @@ def test_a_config_is_found_by_path_or_name():
         ("AdamZ", "; did you mean 'Adam'?"),  # the class, not the module of the same name
     ],
 )
-def test_the_nearest_name(name, found):
+def test_the_nearest_name_is_suggested(name, found):
     names = ["lr", "packed", "batch_size", "epochs", "weight_decay", "Adam", "adam"]
     assert did_you_mean(name, names) == found
 

@@ -59,7 +59,7 @@ def test_values_of_the_command_line_have_yaml_types(text, value):
     assert type(document.data["setting"]) is type(value)
 
 
-def test_floats_and_dates_in_files(tmp_path):
+def test_floats_have_no_point_and_dates_are_texts_in_files(tmp_path):
     data = parsed(tmp_path, "a: 2e-5\nb: [1e5, 1.5, 3]\nc: 2024-01-31\nd: 'None'\ne: 1.2.3\n").data
     assert data == {"a": 2e-5, "b": [1e5, 1.5, 3], "c": "2024-01-31", "d": "None", "e": "1.2.3"}
 
@@ -102,7 +102,7 @@ def test_syntax_errors_are_one_sentence_with_the_line(tmp_path, text, line, word
     assert "\n" not in message
 
 
-def test_files_that_hold_no_settings(tmp_path):
+def test_files_that_hold_no_settings_are_refused(tmp_path):
     assert parsed(tmp_path, "# nothing\n").data == {}
     assert "must hold settings" in refusals(tmp_path, "- a\n- b\n")[0]
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
@@ -112,7 +112,7 @@ def test_files_that_hold_no_settings(tmp_path):
         read_document(tmp_path / "none.yaml")
 
 
-def test_anchors_and_merge_keys(tmp_path):
+def test_anchors_and_merge_keys_are_expanded(tmp_path):
     data = parsed(tmp_path, "a: &x {lr: 1, wd: 2}\nb:\n  <<: *x\n  lr: 3\nc: *x\n").data
     assert data["b"] == {"lr": 3, "wd": 2}
     assert data["c"] == {"lr": 1, "wd": 2}
@@ -180,5 +180,5 @@ def test_overrides_set_add_and_remove_keys(tmp_path):
         ),
     ],
 )
-def test_overrides_that_cannot_be_applied(tmp_path, token, message):
+def test_overrides_that_cannot_be_applied_say_why(tmp_path, token, message):
     assert refusals(tmp_path, "epochs: 3\nrows: [1, 2]\nm: {_component_: a.b}\n", token) == [message]

@@ -53,7 +53,7 @@ def test_a_value_that_a_base_class_refuses_is_a_mistake_too():
         instantiate({"_component_": "torch.optim.AdamW", "betas": [2, 3]}, [torch.nn.Parameter(torch.ones(1))])
 
 
-def test_a_path_that_a_component_cannot_open(tmp_path):
+def test_a_path_that_a_component_cannot_open_is_named(tmp_path):
     (tmp_path / "file").touch()
     node = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": str(tmp_path / "file")}
     with pytest.raises(UserError, match=r"DiskLogger: .*file: File exists: choose another path\.$"):
@@ -132,7 +132,7 @@ def test_null_component_is_none():
 
 
 @pytest.mark.parametrize("make", [dict, OmegaConf.create])
-def test_nested_components_lists_and_interpolation(make):
+def test_components_are_built_at_any_depth_with_their_interpolations(make):
     root = make({"size": 3, "model": {"_component_": f"{PARTS}.Model", "width": 4, "dropout": "${.width}"}})
     assert instantiate(root["model"]).dropout == 4
     node = {
@@ -146,7 +146,7 @@ def test_nested_components_lists_and_interpolation(make):
     assert type(tokenizer.prompt_template) is list
 
 
-def test_interpolation_against_the_parent():
+def test_interpolation_of_a_node_sees_the_whole_config():
     cfg = OmegaConf.create({"dir": "d", "tokenizer": {"_component_": f"{PARTS}.Tokenizer", "path": "${dir}/t"}})
     assert instantiate(cfg.tokenizer).path == "d/t"
 
@@ -214,7 +214,9 @@ class Outer(Configurable):
         rate: float = 0.5
 
     def __init__(self, config: Config, *args: Any, **runtime: Any) -> None:
-        self.config, self.args, self.runtime = config, args, runtime
+        self.config = config
+        self.args = args
+        self.runtime = runtime
 
 
 def test_a_configurable_round_trips():

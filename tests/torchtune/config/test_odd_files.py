@@ -74,7 +74,7 @@ def test_aliases_of_one_anchor_are_changed_apart(tmp_path):
     assert dict(load_and_check(path, ["b.lr=2"])) == {"a": {"lr": 1}, "b": {"lr": 2}}
 
 
-def test_references_in_any_order_and_of_any_kind(tmp_path, monkeypatch):
+def test_references_in_any_order_and_of_any_kind_are_resolved(tmp_path, monkeypatch):
     monkeypatch.setenv("SIZE", "3")
     path = tmp_path / "c.yaml"
     path.write_text(

@@ -56,7 +56,7 @@ def test_the_saved_config_names_the_recipe_that_ran_where_the_config_named_none(
         "",
     ],
 )
-def test_texts_survive(text, check, tmp_path):
+def test_any_text_is_read_back_as_it_was_saved(text, check, tmp_path):
     settings = check()
     settings.prompt = {"user": text}
     save_config(settings, tmp_path / "saved.yaml")

@@ -53,7 +53,7 @@ def test_a_value_of_the_environment_is_saved_as_it_was_written(check, tmp_path, 
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_section_that_holds_one_is_saved_as_it_was_written(tmp_path):
+def test_a_section_with_a_value_of_the_environment_is_saved_as_it_was_written(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(
         "a: {key: '${oc.env:MY_VALUE}', n: [1, '${oc.env:MY_VALUE}']}\nb: ${a}\nc: '${b.n[1]}'\nd: \\${x}\n"
@@ -111,12 +111,12 @@ INNOCENT = [
 
 
 @pytest.mark.parametrize("key", SECRETS)
-def test_names_of_secrets(key):
+def test_names_of_secrets_are_recognized(key):
     assert is_secret(key, "x")
 
 
 @pytest.mark.parametrize("key", INNOCENT)
-def test_innocent_names(key):
+def test_innocent_names_mark_no_secret(key):
     assert not is_secret(key, "x")
     assert not is_secret(key, 3)
 
@@ -142,7 +142,7 @@ def test_innocent_names(key):
         ("s3://b/k?X-Amz-Signature=0123abcd", "s3://b/k?X-Amz-Signature=|"),
     ],
 )
-def test_shapes_of_secrets(text, left):
+def test_secrets_are_redacted_by_their_format(text, left):
     assert redact_tokens(text) == left.replace("|", REDACTED)
 
 
@@ -155,7 +155,7 @@ def test_shapes_of_secrets(text, left):
         "https://git@example.org/x", "basic training", "<|start_header_id|>user",
     ],
 )  # fmt: skip
-def test_innocent_texts(text):
+def test_innocent_texts_are_not_redacted(text):
     assert redact_tokens(text) == text
 
 
@@ -181,7 +181,7 @@ def test_secrets_in_lists_and_below_their_name(tmp_path):
     }  # fmt: skip
 
 
-def test_saved_configs_are_their_owners(check, tmp_path):
+def test_saved_configs_are_readable_by_their_owner_alone(check, tmp_path):
     save_config(check(), tmp_path / "saved.yaml")
     assert stat.S_IMODE((tmp_path / "saved.yaml").stat().st_mode) == 0o600
 
@@ -196,7 +196,7 @@ def test_nothing_of_a_shipped_config_is_taken_for_a_secret():
             assert not (colon and value.strip() and is_secret(key, value)), line
 
 
-def test_messages_of_the_command_line():
+def test_errors_are_redacted_in_the_middle_of_a_sentence():
     assert redact_secrets("no access with hf_" + "aB3" * 8) == f"no access with {REDACTED}"
 
 

@@ -21,7 +21,8 @@ from torchtune.supervision import StepPlan, watch_run
 from torchtune.training import RunReport
 
 MODEL = "torchtune.models.smol.smollm2_135m"
-SINGLE, DISTRIBUTED = "full_finetune_single_device", "full_finetune_distributed"
+SINGLE = "full_finetune_single_device"
+DISTRIBUTED = "full_finetune_distributed"
 
 
 @pytest.fixture(scope="module")

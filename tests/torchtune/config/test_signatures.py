@@ -141,7 +141,7 @@ def test_signature_that_cannot_be_followed_accepts_any_argument(target):
     assert accepts(target).open
 
 
-def test_a_callee_that_is_imported_inside():
+def test_arguments_of_a_function_that_is_imported_in_the_body_are_followed():
     accepted = accepts(imports_inside)
     assert {"lr", "momentum", "nesterov"} <= set(accepted.named)
     assert "params" not in accepted.named
@@ -168,7 +168,7 @@ def test_positional_arguments_pass_through_a_wrapper():
     assert accepts(wrapped(leaf)).order == ["a", "b"]
 
 
-def test_torch_optimizers():
+def test_signature_of_a_torch_optimizer_is_read():
     accepted = accepts(torch.optim.AdamW)
     assert accepted.order[0] == "params"
     assert not accepted.open

@@ -20,7 +20,10 @@ FIXTURES = [(ASSETS / "typed.yaml", typed_recipe), (ASSETS / "torch_parts.yaml",
 def _shipped() -> list[tuple[Path, str]]:
     from torchtune._recipe_registry import get_all_recipes
 
-    return [(config.path, str(recipe.path)) for recipe in get_all_recipes() for config in recipe.configs]
+    pairs = []
+    for recipe in get_all_recipes():
+        pairs += [(config.path, str(recipe.path)) for config in recipe.configs]
+    return pairs
 
 
 @functools.cache
@@ -45,14 +48,17 @@ OVERRIDES = (
 
 
 def _damage(text: str, rng: random.Random) -> str:
-    """Letters put in, left out, lines swapped: what is left need not be YAML."""
+    """Insert a letter, leave some out, or swap two lines, a few times: the text need not be YAML any more."""
     for _ in range(rng.randrange(1, 4)):
-        at, letter = rng.randrange(len(text)), rng.choice("{}[]:,&*!|>'\"%@`#-?\n \t${}.~=01aé\\_")
+        position = rng.randrange(len(text))
+        letter = rng.choice("{}[]:,&*!|>'\"%@`#-?\n \t${}.~=01aé\\_")
         lines = text.split("\n")
-        first, second = rng.randrange(len(lines)), rng.randrange(len(lines))
+        first = rng.randrange(len(lines))
+        second = rng.randrange(len(lines))
         lines[first], lines[second] = lines[second], lines[first]
+        before = text[:position]
         text = rng.choice(
-            (text[:at] + letter + text[at:], text[:at] + text[at + rng.randrange(1, 8) :], "\n".join(lines))
+            (before + letter + text[position:], before + text[position + rng.randrange(1, 8) :], "\n".join(lines))
         )
     return text
 

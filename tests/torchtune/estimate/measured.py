@@ -16,8 +16,10 @@ from torchtune.estimate._ledger import highest_by_phase
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._simulate import simulate
 
-FULL, LORA = "full_finetune_single_device", "lora_finetune_single_device"
-FULL_MANY, LORA_MANY = "full_finetune_distributed", "lora_finetune_distributed"
+FULL = "full_finetune_single_device"
+LORA = "lora_finetune_single_device"
+FULL_MANY = "full_finetune_distributed"
+LORA_MANY = "lora_finetune_distributed"
 BF16 = {"dtype": "bf16"}
 QLORA_BASE = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 32}
 LORA_ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": 8}

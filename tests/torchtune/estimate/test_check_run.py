@@ -17,7 +17,8 @@ from torchtune.data import DataError
 from torchtune.estimate import RunError, check_run, find_problems, measure_data, plan_data, plan_run
 from torchtune.tokenizers import hf_tokenizer
 
-LORA, DISTRIBUTED = "lora_finetune_single_device", "full_finetune_distributed"
+LORA = "lora_finetune_single_device"
+DISTRIBUTED = "full_finetune_distributed"
 MODEL = {"vocab_size": 1024, "num_layers": 1, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 32, "max_seq_len": 64}
 
 
@@ -103,7 +104,7 @@ def test_settings_that_exclude_each_other_are_found(name, changes, processes, sa
     assert said in problem
 
 
-def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder):
+def test_an_adapter_that_would_not_be_saved_or_is_missing_is_found(folder):
     converters = [{"_component_": "torchtune.modules.peft.LoRA", "rank": 2, "alpha": 4}]
     (problem,) = find_problems(settings(DISTRIBUTED, folder, model_converters=converters))
     assert "is trained, but checkpoints would hold the base weights alone" in problem
@@ -116,7 +117,7 @@ def test_an_adapter_that_would_not_be_saved_or_is_not_there(folder):
     assert find_problems(load_and_check(path, [], copied_recipe.recipe_main)) == [], "a copy may save it"
 
 
-def test_settings_that_a_resume_cannot_change(folder, tmp_path):
+def test_settings_that_a_resume_cannot_change_are_found(folder, tmp_path):
     start(LORA, folder, output_dir=tmp_path / "run", save_every_n_steps=6, log_level="INFO")
     shutil.rmtree(tmp_path / "run" / "step_12")  # as if it had been stopped
     overrides = (f"output_dir={tmp_path / 'run'}", "resume_from_checkpoint=True")
@@ -182,7 +183,7 @@ def test_a_tensor_of_another_shape_is_found_without_reading_it(folder, tmp_path)
 
 
 @pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger", "TrackioLogger"])
-def test_a_logger_whose_package_is_missing(logger, folder, monkeypatch):
+def test_a_logger_whose_package_is_missing_is_found(logger, folder, monkeypatch):
     names = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}
     package = names[logger]
     monkeypatch.setitem(__import__("sys").modules, package, None)  # as if it were not installed

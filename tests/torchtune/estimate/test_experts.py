@@ -16,7 +16,11 @@ from torchtune.modules.kernels.grouped import RowGroups
 from torchtune.modules.moe.frozen_experts import row_ends
 
 RECIPE = "full_finetune_distributed"
-LAYERS, WIDTH, CHOSEN, EXPERTS, TOKENS = 2, 32, 2, 4, 2 * 64
+LAYERS = 2
+WIDTH = 32
+CHOSEN = 2  # experts of a token
+EXPERTS = 4
+TOKENS = 2 * 64
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +36,27 @@ def test_tokens_of_experts_are_sent_and_returned(folder, recomputes):
     settings = {"expert_parallel_dim": 2, "enable_activation_checkpointing": recomputes, "dtype": "bf16"}
     config = write_config(RECIPE, folder, folder / "never", batch_size=2, **settings)
     observer = simulate(main, load_and_check(config, ["tokenizer.max_seq_len=64"], main), 4)
-    rows, counts = TOKENS * CHOSEN * WIDTH * 2, EXPERTS * 8  # bytes
-    forward = (3 * LAYERS, LAYERS * (2 * rows + counts))
-    backward = (2 * LAYERS, LAYERS * 2 * rows)
+    rows = TOKENS * CHOSEN * WIDTH * 2  # bytes in bfloat16
+    counts = EXPERTS * 8  # bytes of integers
+    # Forward: the counts, the rows, and the rows back; backward: the gradients of the rows both ways.
+    messages = {"forward": 3 * LAYERS, "backward": 2 * LAYERS}
+    sizes = {"forward": LAYERS * (2 * rows + counts), "backward": LAYERS * 2 * rows}
     if recomputes:
-        backward = tuple(map(sum, zip(forward, backward, strict=True)))
-    for phase, wanted in (("forward", forward), ("backward", backward)):
+        messages["backward"] += messages["forward"]
+        sizes["backward"] += sizes["forward"]
+    for phase in ("forward", "backward"):
         work = observer.work[0, phase]
-        assert (work.waiting["all-to-all", (0, 1)], work.awaited["all-to-all", (0, 1)]) == wanted
+        assert work.waiting["all-to-all", (0, 1)] == messages[phase]
+        assert work.awaited["all-to-all", (0, 1)] == sizes[phase]
 
 
 def test_slower_link_decides_the_time_of_an_all_to_all():
-    size, (_, device) = 10**9, parse_cluster("64xH100")  # 450 GB/s within a machine of 8, 50 GB/s between machines
+    _, device = parse_cluster("64xH100")  # 450 GB/s within a machine of 8, 50 GB/s between machines
 
     def seconds(*ranks: int) -> float:
         work = Work()
-        work.waiting["all-to-all", ranks], work.awaited["all-to-all", ranks] = 1, size
+        work.waiting["all-to-all", ranks] = 1
+        work.awaited["all-to-all", ranks] = 10**9
         return (_send(work.waiting, work.awaited, device) - LATENCY) * LINKS
 
     assert seconds(*range(8)) == pytest.approx(7 / 8 / 450)

@@ -22,7 +22,10 @@ from torchtune.estimate._simulate import simulate
 ADAPTER = {"_component_": "torchtune.modules.peft.LoRA", "rank": 8, "alpha": 16}
 QUANTIZED = {"_component_": "torchtune.modules.low_precision.QuantizeBase", "block_size": 64}
 RECOMPUTE = {"enable_activation_checkpointing": True}
-DENSE, WINDOWS, EXPERTS, HYBRID = "llama3_2_1b", "gemma3_1b", "glm4_5_air", "qwen3_next_80b_a3b"
+DENSE = "llama3_2_1b"
+WINDOWS = "gemma3_1b"
+EXPERTS = "glm4_5_air"
+HYBRID = "qwen3_next_80b_a3b"
 # Model, layers, recipe, processes, settings.
 CASES: dict[str, tuple[str, int, str, int, dict[str, Any]]] = {
     "full": (DENSE, 8, FULL, 1, {}),
@@ -181,7 +184,9 @@ def test_layers_of_all_models_are_extrapolated_at_once() -> None:
         module.layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers))
         return module
 
-    (less, few), (more_weight, many) = choose_layers({"model": model(22), "teacher": model(42)})
-    counts = [{name: len(kept_layers) for (name, _), kept_layers in choice.items()} for choice in (few, many)]
-    assert counts == [{"model": 2, "teacher": 2}, {"model": 3, "teacher": 4}]
-    assert (less, more_weight) == (-19, 20)
+    def counts(kept) -> dict[str, int]:
+        return {name: len(layers) for (name, _), layers in kept.items()}
+
+    fewer, more = choose_layers({"model": model(22), "teacher": model(42)})
+    assert (fewer[0], counts(fewer[1])) == (-19, {"model": 2, "teacher": 2})
+    assert (more[0], counts(more[1])) == (20, {"model": 3, "teacher": 4})

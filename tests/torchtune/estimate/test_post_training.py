@@ -38,7 +38,10 @@ class Regret(AnswerLoss):
 
 def answers_of(rows: list[Any]) -> Batch:
     """A user's collation."""
-    return collate_preference([{name: row[name] for name in ("tokens", "labels", "is_chosen")} for row in rows])
+    answers = []
+    for row in rows:
+        answers.append({name: row[name] for name in ("tokens", "labels", "is_chosen")})
+    return collate_preference(answers)
 
 
 def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:

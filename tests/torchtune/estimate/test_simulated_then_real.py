@@ -7,7 +7,7 @@ import torch
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, load, logits, write_folder
 from torchtune.checkpoints import FullModelHFCheckpointer
-from torchtune.estimate._cluster import simulated_cluster
+from torchtune.estimate._simulate import simulated_cluster
 
 
 def load_sharded(folder: Path) -> torch.nn.Module:

@@ -37,16 +37,16 @@ def until(condition, ranks):
 
 def test_rank_that_ends_without_a_farewell_is_seen_by_both_neighbors(ring):
     ring[1].close(has_finished=False)
-    others = [ring[0], ring[2]]
-    until(lambda: all(lifelines.cut_ranks for lifelines in others), others)
-    assert [lifelines.cut_ranks for lifelines in others] == [{1}, {1}]
+    neighbors = [ring[0], ring[2]]
+    until(lambda: all(lifelines.cut_ranks for lifelines in neighbors), neighbors)
+    assert [lifelines.cut_ranks for lifelines in neighbors] == [{1}, {1}]
 
 
 def test_rank_that_has_finished_is_not_lost(ring):
     ring[1].close(has_finished=True)
-    others = [ring[0], ring[2]]
-    until(lambda: all(len(lifelines._lines) == 1 for lifelines in others), others)
-    assert [lifelines.cut_ranks for lifelines in others] == [set(), set()]
+    neighbors = [ring[0], ring[2]]
+    until(lambda: all(len(lifelines._lines) == 1 for lifelines in neighbors), neighbors)
+    assert [lifelines.cut_ranks for lifelines in neighbors] == [set(), set()]
 
 
 def test_fork_of_a_rank_does_not_hide_its_end(ring):
@@ -58,8 +58,8 @@ def test_fork_of_a_rank_does_not_hide_its_end(ring):
         os.read(reader, 1)  # until the parent closes its end
         os._exit(0)
     ring[1].close(has_finished=False)
-    others = [ring[0], ring[2]]
-    until(lambda: all(lifelines.cut_ranks for lifelines in others), others)
+    neighbors = [ring[0], ring[2]]
+    until(lambda: all(lifelines.cut_ranks for lifelines in neighbors), neighbors)
     os.close(writer)
     os.close(reader)
     assert os.waitpid(pid, 0)[1] == 0

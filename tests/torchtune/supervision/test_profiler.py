@@ -21,7 +21,7 @@ def test_disabled_profiler_is_a_dummy():
 
 # torch says at the second window that the events of the first are gone: they have been written by then
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle:UserWarning")
-def test_traces_of_every_window(tmp_path):
+def test_every_window_has_a_trace(tmp_path):
     profiler, used = supervision.setup_torch_profiler(
         enabled=True,
         cuda=False,
@@ -45,7 +45,7 @@ def test_traces_of_every_window(tmp_path):
     assert "aten::mm" in (tmp_path / "iteration_6" / "rank0_key_averages.txt").read_text()
 
 
-def test_defaults_where_a_window_is_incomplete(tmp_path):
+def test_incomplete_window_takes_all_defaults(tmp_path):
     _, used = supervision.setup_torch_profiler(enabled=True, wait_steps=1, output_dir=str(tmp_path))
     assert {name: used[name] for name in supervision.DEFAULT_SCHEDULE} == supervision.DEFAULT_SCHEDULE
 

@@ -108,14 +108,17 @@ def test_linear_attention_counts_by_token():
     torch_flops = counter.get_flop_counts()["Global"]
     products = torch_flops.get(torch.ops.aten.mm, 0) + torch_flops.get(torch.ops.aten.addmm, 0)
     counted = count_flops(model)
-    convolved, state = 4 * (2 * 2 * 6 + 4 * 5), 4 * 6 * 5
+    convolved = 4 * (2 * 2 * 6 + 4 * 5)  # four positions of queries, keys and values
+    state = 4 * 6 * 5
     assert counted.token * 16 + counted.label * 16 - products == 16 * 2 * 3 * (2 * convolved + 6 * state)
     assert counted.pair == {None: 12 * 4 * 4}
 
 
 def test_experts_count_where_tokens_are_sent():
     experts = {"num_experts": 8, "expert_dim": 12, "expertless_layers": (1,)}
-    matrices, router, dense = 3 * 16 * 12, 16 * 8, 3 * 16 * 24
+    matrices = 3 * 16 * 12  # of an expert
+    router = 16 * 8
+    dense = 3 * 16 * 24
     common = count_flops(tiny()).token - 2 * 6 * dense  # of two layers with experts
     for chosen in (1, 2):
         counted = count_flops(tiny(experts_per_token=chosen, **experts))
@@ -162,7 +165,7 @@ def test_throughput_counts_both_kinds_of_tokens_without_pauses():
         supervision.Throughput(window=0)
 
 
-def test_shares_of_the_time_since_the_last_log():
+def test_shares_are_of_the_time_since_the_last_log():
     clock = Clock()
     dims = training.ParallelDims()
     dims.world_size = 2

@@ -12,7 +12,10 @@ class Model:
     """A class with typed arguments."""
 
     def __init__(self, width: int, layers: int = 2, activation: Literal["gelu", "silu"] = "gelu", dropout: float = 0.0):
-        self.width, self.layers, self.activation, self.dropout = width, layers, activation, dropout
+        self.width = width
+        self.layers = layers
+        self.activation = activation
+        self.dropout = dropout
 
 
 def tiny_model(lora_attn_modules: list[str], lora_rank: int = 8, lora_alpha: float = 16, apply_to_mlp: bool = False):
@@ -24,14 +27,17 @@ class Tokenizer:
     """Wants a path and takes a template."""
 
     def __init__(self, path: str, max_seq_len: int | None = None, prompt_template: Any = None):
-        self.path, self.max_seq_len, self.prompt_template = path, max_seq_len, prompt_template
+        self.path = path
+        self.max_seq_len = max_seq_len
+        self.prompt_template = prompt_template
 
 
 class Template:
     """Nested in a tokenizer."""
 
     def __init__(self, user: str = "", assistant: str = ""):
-        self.user, self.assistant = user, assistant
+        self.user = user
+        self.assistant = assistant
 
 
 def load_rows(source: str, name: str | None = None, split: str | None = None, streaming: bool = False, **config: Any):
@@ -50,7 +56,9 @@ class RowsDataset:
         filter_fn: Callable[..., bool] | None = None,
         **load_kwargs: Any,
     ) -> None:
-        self.source, self.tokenizer, self.filter_fn = source, tokenizer, filter_fn
+        self.source = source
+        self.tokenizer = tokenizer
+        self.filter_fn = filter_fn
         self.rows = load_rows(source, **load_kwargs)
 
 
@@ -76,7 +84,10 @@ class Optimizer:
     def __init__(
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0
     ):
-        self.params, self.lr, self.betas, self.weight_decay = params, lr, betas, weight_decay
+        self.params = params
+        self.lr = lr
+        self.betas = betas
+        self.weight_decay = weight_decay
 
 
 def warmup_schedule(optimizer: Any, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1) -> Any:
@@ -88,7 +99,8 @@ class Loss:
     """All arguments have defaults."""
 
     def __init__(self, num_output_chunks: int = 8, ignore_index: int = -100):
-        self.num_output_chunks, self.ignore_index = num_output_chunks, ignore_index
+        self.num_output_chunks = num_output_chunks
+        self.ignore_index = ignore_index
 
 
 class Sampler(Configurable):
@@ -111,7 +123,8 @@ class Sampler(Configurable):
                 raise ValueError("top_p is a probability: at most 1")
 
     def __init__(self, config: Config, *, vocab_size: int = 10):
-        self.config, self.vocab_size = config, vocab_size
+        self.config = config
+        self.vocab_size = vocab_size
 
 
 class Logger:

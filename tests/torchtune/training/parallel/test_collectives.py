@@ -14,7 +14,7 @@ from torch import nn
 from tests.torchtune.checkpoints.small import write_folder
 from tests.torchtune.training.parallel.traffic import Traffic
 from torchtune import training
-from torchtune.estimate._cluster import one_thread, simulated_cluster
+from torchtune.estimate._simulate import one_thread, simulated_cluster
 from torchtune.models import from_hf_config
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.loss import LinearCrossEntropyLoss

@@ -11,8 +11,7 @@ import pytest
 from tests.recipes.killing import launch
 from tests.torchtune.training.parallel.hangs import RUNS
 from torchtune import supervision, training
-from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks
-from torchtune.supervision._lost_ranks import lost_rank_error
+from torchtune.supervision._heartbeats import Beat, describe_stall, list_ranks, lost_rank_error
 from torchtune.utils import Activity
 
 
