@@ -28,7 +28,7 @@ from ._directories import checkpoints_in as checkpoints_in
 from ._directories import verify_checkpoint as verify_checkpoint
 from ._export import check_savable_tokenizer
 from ._gguf import GGUFFile as GGUFFile
-from ._gguf import gguf_to_hf as gguf_to_hf
+from ._gguf_convert import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
 from ._load import StreamedSource

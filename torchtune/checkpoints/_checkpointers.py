@@ -17,11 +17,10 @@ from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors
-from torchtune.checkpoints._load import ModelSource, ModelType, detect_format
+from torchtune.checkpoints._load import ModelSource, ModelType, detect_format, open_any_files
 from torchtune.checkpoints._save import TensorGroup, save_tensors
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
-    open_weight_files,
     read_json,
     resolve_files,
     safe_torch_load,
@@ -105,7 +104,7 @@ class FullStateDicts:
 
     def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
         """Read weight files into a state dict with this library's names."""
-        files = open_weight_files(paths)
+        files = open_any_files(paths)
         if self._name_format == "tune":
             return dict(files.stream())
         if self._name_format == "meta":

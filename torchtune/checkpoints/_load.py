@@ -24,6 +24,7 @@ from torchtune.checkpoints._adapter import (
 )
 from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base, read_settings
 from torchtune.checkpoints._directories import MARKER
+from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._model_weights import (
     CopySlice,
     ModelWeights,
@@ -161,7 +162,7 @@ class ModelSource:
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
-        return open_weight_files(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
+        return open_any_files(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
 
     def enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
         """Return the opened checkpoint if it has more tensors than the model; None if the model is exported alone.
@@ -433,6 +434,20 @@ def _is_left_behind(relative: Path) -> bool:
         or name.startswith(("adapter_config", "adapter_model", "adapter_conversions"))
         or str(relative) in _WRITTEN_ANEW
     )
+
+
+def open_any_files(paths: Sequence[Path], model: nn.Module | None = None) -> WeightFiles:
+    """Open weight files of any format, also a GGUF file; see :func:`open_weight_files`.
+
+    Raises:
+        CheckpointError: formats are mixed or unknown, or a file is invalid.
+        UserError: the ``gguf`` package is not installed.
+    """
+    if {path.suffix for path in paths} != {".gguf"}:
+        return open_weight_files(paths, model)
+    if len(paths) > 1:
+        raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+    return GGUFFile(paths[0])
 
 
 def detect_format(files: WeightFiles, spec: ModelSpec, description: Description) -> str:

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
-from torchtune.checkpoints._gguf import export_gguf
+from torchtune.checkpoints._gguf_convert import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import identity
 from torchtune.checkpoints._save import TensorGroup, TensorSlice

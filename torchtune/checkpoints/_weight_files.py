@@ -633,10 +633,10 @@ class TextDecoderFiles(WeightFiles):
 
 
 def open_weight_files(paths: Sequence[Path], model: nn.Module | None = None) -> WeightFiles:
-    """Open weight files of one format; for a multimodal model, only the text decoder unless ``model`` is composite.
+    """Open safetensors or torch files; for a multimodal model, only the text decoder unless ``model`` is composite.
 
     Args:
-        paths: the files.
+        paths: the files, of one format.
         model: the model to load; weights that it does not train, such as weights for multi-token prediction, are
             omitted.
 
@@ -648,7 +648,7 @@ def open_weight_files(paths: Sequence[Path], model: nn.Module | None = None) -> 
     is_composite = spec is not None and spec.builder is not None
     prefixes = {}
     decoder_files = files
-    if files.name_format != "gguf" and not is_composite:
+    if not is_composite:
         prefixes = text_prefixes(files.names())
         if prefixes:
             decoder_files = TextDecoderFiles(files, prefixes)
@@ -671,13 +671,6 @@ def _open_format(paths: Sequence[Path]) -> WeightFiles:
         if any(name.endswith((_SCALE_INV, f".weight{SCALE}")) for name in names):
             return ScaledFiles(paths)
         return files
-    if suffixes == {".gguf"}:
-        if len(paths) > 1:
-            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
-        # The file also writes GGUF, for which it needs the rooms that need this one.
-        from torchtune.checkpoints._gguf import GGUFFile
-
-        return GGUFFile(paths[0])
     if suffixes <= set(TORCH_SUFFIXES):
         return TorchFiles(paths)
     raise CheckpointError(
