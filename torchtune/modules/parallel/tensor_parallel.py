@@ -29,8 +29,8 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
+from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import DoRALinear, LoRALinear, lora_projection, scale_rows, updated_weight
-from torchtune.modules.peft.new_tokens import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
 

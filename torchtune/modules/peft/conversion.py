@@ -536,13 +536,13 @@ class LoRA(Conversion):
         their paths are listed. ``rank_pattern`` and ``alpha_pattern`` list the layers with numbers of their own.
         """
         adapted = self.adapted_paths(model)
-        # Last components of the paths of adapted layers, each once, and of linear layers.
+        # Last components of the paths of adapted layers, each once, and of the other linear layers.
         leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in adapted))
-        linear_leaves = set()
+        plain_leaves = set()
         for path, module in model.named_modules():
-            if isinstance(module, nn.Linear):
-                linear_leaves.add(path.rpartition(".")[2])
-        are_ambiguous = not linear_leaves.isdisjoint(leaves)
+            if isinstance(module, nn.Linear) and not isinstance(module, LoRALinear):  # with a quantized base it is both
+                plain_leaves.add(path.rpartition(".")[2])
+        are_ambiguous = not plain_leaves.isdisjoint(leaves)
         ranks = {}
         alphas = {}
         for path in adapted:

@@ -270,7 +270,7 @@ class LowPrecisionOptimizer(Optimizer):
 
             copied_size = size
             if is_simulated():
-                # It counts the copies of a piece, and its pieces are whole shards.
+                # Its pieces in place are whole shards, but its memory of copies must be that of a run.
                 copied_size = piece_size(device)
             copied_origins = iter(self._origins(copied, copied_size, device).unbind())
             for parameter in copied:

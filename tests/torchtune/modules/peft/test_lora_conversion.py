@@ -182,6 +182,16 @@ def test_adapter_config_has_the_dropout():
     assert model.conversions[0].peft_config(model)["lora_dropout"] == 0.1
 
 
+@pytest.mark.parametrize("base", [(), (QuantizeBase("int8"),)], ids=["plain", "quantized"])
+def test_adapter_config_lists_paths_only_if_a_name_stands_for_other_layers_too(base):
+    for name in ("q_proj", "layers.1.attn.q_proj"):
+        with torch.device("meta"):
+            model = make()
+        lora = LoRA(target_modules=[name])
+        apply_conversions(model, [lora, *base])
+        assert lora.peft_config(model)["target_modules"] == [name]
+
+
 def test_an_adapter_that_names_a_parameter_it_lacks_is_refused():
     class Wrong(nn.Linear):
         def adapter_params(self) -> list[str]:
