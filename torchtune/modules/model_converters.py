@@ -310,8 +310,8 @@ class NEFTune(Conversion):
     phase: ClassVar[Phase] = Phase.OBJECTIVE
 
     def __init__(self, alpha: float = 5.0) -> None:
-        if not 0 < alpha < math.inf:
-            raise ConversionError(f"NEFTune: alpha is {alpha}: give a number above 0, such as 5.")
+        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+            raise ConversionError(f"NEFTune: alpha is {alpha!r}: give a number above 0, such as 5.")
         self.alpha = alpha
 
     def convert(self, model: nn.Module) -> ConversionReport:

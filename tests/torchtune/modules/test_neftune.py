@@ -55,7 +55,7 @@ def test_noise_is_without_effect_on_the_names_of_weights():
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("alpha", [0, -1, float("nan"), float("inf"), "5"])
 def test_scale_that_is_no_positive_number_is_refused(alpha):
     with pytest.raises(ConversionError, match=r"alpha is .*: give a number above 0"):
         NEFTune(alpha)

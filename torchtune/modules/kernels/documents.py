@@ -418,9 +418,9 @@ def block_attention(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> None:
     """Compute causal attention of each row. Queries are the last s of t positions, keys are all t.
 
@@ -453,10 +453,10 @@ def block_attention_backward(
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    grad_sinks: Tensor | None = None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    grad_sinks: Tensor | None,
 ) -> None:
     """Run the backward pass of :func:`block_attention`.
 
@@ -519,9 +519,9 @@ def _by_kv_head(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _take_block(x: Tensor, block: slice, dtype: torch.dtype) -> Tensor:
     """A block of positions of ``[b, n_kv, n / n_kv, s, h]`` as ``[b * n_kv, n / n_kv * block, h]`` of ``dtype``."""
-    view = x[:, :, :, block]  # [b, n_kv, n / n_kv, block, h]
-    copy = view.to(dtype, memory_format=torch.contiguous_format)
-    return copy.flatten(2, 3).flatten(0, 1)
+    heads = x[:, :, :, block]  # [b, n_kv, n / n_kv, block, h]
+    heads = heads.to(dtype, memory_format=torch.contiguous_format)
+    return heads.flatten(2, 3).flatten(0, 1)
 
 
 @functools.cache

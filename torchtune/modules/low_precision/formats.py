@@ -130,8 +130,8 @@ class NF4(WeightFormat):
 
     def __init__(self, dtype: torch.dtype, block_size: int = 64) -> None:
         super().__init__(dtype)
-        if block_size < 2 or block_size % 2:
-            raise ConversionError(f"NF4: block_size is {block_size}, give an even number, for example 64.")
+        if not isinstance(block_size, int) or block_size < 2 or block_size % 2:
+            raise ConversionError(f"NF4: block_size is {block_size!r}, give an even number, for example 64.")
         self.block_size = block_size
 
     def explain_unsupported(self, columns: int) -> str:

@@ -72,6 +72,11 @@ class QuantizeBase(Conversion):
             raise ConversionError(f"QuantizeBase: dtype is '{dtype}', choose out of {', '.join(get_args(BaseDtype))}.")
         if block_size is not None and dtype != "nf4":
             raise ConversionError(f"QuantizeBase: {dtype} has a scale for every row, so remove block_size.")
+        if isinstance(target_modules, str):
+            raise ConversionError(
+                f"QuantizeBase: target_modules is the text '{target_modules}': give a list of patterns, for example "
+                f"['{target_modules}']."
+            )
         if target_modules is not None and not target_modules:
             raise ConversionError("QuantizeBase: target_modules is empty, name at least one module or remove the key.")
         self.dtype = dtype
