@@ -144,7 +144,7 @@ class Fields:
     def require(self, **values: Any) -> None:
         """Raise :class:`ModelError` if a field is present and differs from the only supported value."""
         for name, value in values.items():
-            if self.take(name, value) != value:
+            if self.take(name, None) not in (None, value):
                 raise self.refusal(name, self.peek(name))
 
     def list_of(
