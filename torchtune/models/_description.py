@@ -31,6 +31,7 @@ _LARGEST = {
     "num_experts": 2**13,
     "expert_dim": 2**22,
     "expert_latent_dim": 2**20,
+    "shared_expert_dim": 2**22,
     "num_classes": 2**20,
 }
 # Pairs of fields that are set together, or not at all.

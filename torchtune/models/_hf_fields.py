@@ -23,6 +23,7 @@ _HARMLESS = frozenset(
     """.split()
 )
 
+# Integer fields with their own upper limit: those without a default, and those that decide about the number of modules.
 _SIZES = """max_position_embeddings original_max_position_embeddings sliding_window max_window_layers hidden_size
     intermediate_size moe_intermediate_size vocab_size hidden_size_per_layer_input vocab_size_per_layer_input
     moe_latent_size mamba_d_ssm"""
@@ -30,19 +31,18 @@ _COUNTS = """num_attention_heads num_key_value_heads head_dim num_hidden_layers 
     num_experts_per_tok num_labels decoder_sparse_step no_rope_layer_interval sliding_window_pattern global_head_dim
     num_global_key_value_heads num_kv_shared_layers top_k_experts rotary_dim num_dense_layers conv_L_cache
     mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand mamba_num_heads mamba_head_dim n_groups
-    ssm_state_size conv_kernel"""
+    ssm_state_size conv_kernel n_routed_experts n_shared_experts linear_num_key_heads linear_num_value_heads
+    linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"""
 # Largest value of each integer field; a description has lower limits for sizes.
 _WHOLE = dict.fromkeys(_SIZES.split(), 2**40) | dict.fromkeys(_COUNTS.split(), 2**16)
 _WHOLE["shared_intermediate_size"] = 2**22
 # Largest value of other integer fields, which a description limits further.
 _LARGEST = 2**40
+# Numbers whose default is None or a whole number.
 _NUMBERS = frozenset(
-    """rms_norm_eps norm_eps attention_dropout residual_dropout rope_theta partial_rotary_factor rope_local_base_freq
-    router_aux_loss_coef swiglu_limit swiglu_alpha embedding_multiplier residual_multiplier logits_scaling
-    attention_multiplier query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-    routed_scaling_factor lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier
-    ssm_in_multiplier ssm_out_multiplier""".split()
+    {"attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"}
 )
+# Flags in which null means false, as in transformers.
 _FLAGS = frozenset(
     """attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob attention_out_bias use_bias
     attention_k_eq_v enable_moe_block use_double_wide_mlp use_expert_bias conv_bias tie_embedding rope_interleave
@@ -115,7 +115,7 @@ class Fields:
         self._seen.add(name)
         value = self._config.get(name)
         if value is None:
-            if name in _FLAGS and name in self._config:  # as in transformers
+            if name in _FLAGS and name in self._config:
                 return False
             if default is self._REQUIRED:
                 raise ModelError(f"config.json of {self._architecture} lacks the field '{name}'.")
@@ -144,7 +144,7 @@ class Fields:
     def require(self, **values: Any) -> None:
         """Raise :class:`ModelError` if a field is present and differs from the only supported value."""
         for name, value in values.items():
-            if self.take(name, value) != value:
+            if self.take(name, None) not in (None, value):
                 raise self.refusal(name, self.peek(name))
 
     def list_of(

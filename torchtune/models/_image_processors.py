@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from torchtune.data import Colors, DataError, Grid, Video, image_size
+from torchtune.models._hf_fields import format_value, is_number
 from torchtune.utils import require
 
 # Mean and standard deviation of OpenAI's CLIP.
@@ -84,8 +85,12 @@ class ImageProcessor:
         for field in ("do_resize", "do_rescale", "do_normalize"):
             if config.get(field, True) is not True:
                 raise DataError(f"{_FILE} has {field} = {config[field]}, which is not supported")
+        for field in ("size", "max_image_size"):
+            if not isinstance(config.get(field) or {}, Mapping):
+                raise DataError(f"{_FILE} has {field} = {format_value(config[field])}, which is not an object")
         factor = config.get("rescale_factor", 1 / 255)
-        if config.get("resample", cls.resample) != cls.resample or abs(factor * 255 - 1) > 1e-6:
+        has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6
+        if config.get("resample", cls.resample) != cls.resample or not has_factor:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
             raise DataError(f"{_FILE}: only {name} and a factor of 1/255 are supported")
         values: dict[str, Any] = {}
@@ -93,11 +98,15 @@ class ImageProcessor:
             if value is None:
                 continue
             if not isinstance(value, int) or value < 1:
-                raise DataError(f"{_FILE}: {name} is {value!r}, which is not a positive whole number")
+                raise DataError(f"{_FILE}: {name} is {format_value(value)}, which is not a positive whole number")
             values[name] = value
         for name, field in (("mean", "image_mean"), ("std", "image_std")):
-            if config.get(field) is not None:
-                values[name] = tuple(float(color) for color in config[field])
+            colors = config.get(field)
+            if colors is None:
+                continue
+            if not isinstance(colors, list | tuple) or len(colors) != 3 or not all(map(is_number, colors)):
+                raise DataError(f"{_FILE} has {field} = {format_value(colors)}, which is not three numbers")
+            values[name] = tuple(float(color) for color in colors)
         return cls(**values)
 
     @classmethod

@@ -266,6 +266,9 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     video_file = folder / "video_preprocessor_config.json"
     if video_file.is_file():
         settings["video_processor"] = read_json(video_file, DataError)
+    for name in ("image_processor", "video_processor"):
+        if not isinstance(settings.get(name, {}), dict):
+            raise DataError(f"{files[0]}: {name} is not an object: download it again.")
     # processor_config.json of transformers 5 nests the settings of the image processor.
     settings |= settings.get("image_processor", {})
     processor = spec.image_processor(settings, config)

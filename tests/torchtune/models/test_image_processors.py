@@ -136,6 +136,10 @@ SETTINGS = {
     "do_resize": (False, "do_resize = False, which is not supported"),
     "resample": (1, "only bicubic"),
     "patch_size": (-4, "patch_size is -4"),
+    "image_mean": (0.5, "image_mean = 0.5, which is not three numbers"),
+    "image_std": ([1.0, "1", 1.0], "image_std = .*, which is not three numbers"),
+    "rescale_factor": ("1/255", "a factor of 1/255"),
+    "size": (224, "size = 224, which is not an object"),
 }
 
 
