@@ -11,7 +11,6 @@ from torchtune.data import DataError
 from torchtune.datasets import reasoning_gym_dataset
 from torchtune.rlhf import RewardSum, RolloutError
 from torchtune.rlhf import reward_functions as rewards
-from torchtune.rlhf.reward_functions import ExactMatch, MathReward, ReasoningGymReward
 from torchtune.tokenizers import hf_tokenizer
 
 ORDER = {"answer": '{"name":"Nora","count":77,"city":null}', "question": "2 + 2", "steps": "2 * 3\n#### -1,200.5"}
@@ -105,7 +104,7 @@ def test_mathematics_is_compared_by_value():
     pytest.importorskip("math_verify", reason="the extra math is not installed")
     rows = [{"answer": right} for right in (r"$\frac{1}{2}$", "5", "$x^2+1$", "5", "")]
     texts = ["It is $0.5$.", "I get 5.", "$1 + x^2$", "6", "5"]
-    assert MathReward()(rows, texts) == [1.0, 1.0, 1.0, 0.0, None]
+    assert rewards.MathReward()(rows, texts) == [1.0, 1.0, 1.0, 0.0, None]
 
 
 def test_problems_of_reasoning_gym_have_prompts_answers_and_scores(tmp_path):
@@ -117,10 +116,12 @@ def test_problems_of_reasoning_gym_have_prompts_answers_and_scores(tmp_path):
     assert rows[0]["question"] in tokenizer.decode(dataset[0]["tokens"])
     right = [row["answer"] for row in rows]
     wordy = [f"{99 - i} or {answer}" for i, answer in enumerate(right)]
-    assert ExactMatch()(rows, right) == ReasoningGymReward()(rows, right) == [1.0] * 5
-    assert ReasoningGymReward(r"-?\d+$")(rows, [*wordy[:4], "none"]) == [1.0] * 4 + [0.0]
-    assert all(0 < score < 1 for score in ReasoningGymReward()(rows, wordy)), "its own score pays for containing it"
+    assert rewards.ExactMatch()(rows, right) == rewards.ReasoningGymReward()(rows, right) == [1.0] * 5
+    assert rewards.ReasoningGymReward(r"-?\d+$")(rows, [*wordy[:4], "none"]) == [1.0] * 4 + [0.0]
+    assert all(0 < score < 1 for score in rewards.ReasoningGymReward()(rows, wordy)), (
+        "its own score pays for containing it"
+    )
     with pytest.raises(DataError, match=r"'chainsum' .* cannot be made .*: correct the name of the environment"):
         reasoning_gym_dataset(tokenizer, environment="chainsum")
     with pytest.raises(RolloutError, match="fails for row 0: the row has no column 'metadata'"):
-        RewardSum([ReasoningGymReward()])([{}], ["5"])
+        RewardSum([rewards.ReasoningGymReward()])([{}], ["5"])
