@@ -195,7 +195,7 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
         (
             FULL,
             {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss"}, "reference_cache": "x"},
-            "does without",
+            "needs no reference",
         ),
         (LORA, {"loss": {"_component_": "torchtune.rlhf.loss.KTOLoss"}}, "kto_dataset"),
         (LORA, {"dataset": {**LABELLED, "_component_": "torchtune.datasets.kto_dataset"}}, "DPOLoss compares pairs"),

@@ -34,7 +34,7 @@ RETRIEVAL_SCORES = ("ndcg@10", "mrr@10", "recall@1", "recall@5", "recall@10")
 def check_score_names(names: Sequence[str]) -> list[Reward]:
     """Return the scores of answers in the setting ``scores``; see :func:`make_scores`.
 
-    ``retrieval:FILE`` is no score of answers; its file is checked.
+    ``retrieval:FILE`` is not a score of answers; its file is checked.
 
     Raises:
         EvaluationError: there is no such score or file, its metric would have the name of the validation loss, or there
@@ -86,7 +86,7 @@ class ValidationScores:
         loss: loss of the run, which says how an embedding model pools.
 
     Raises:
-        EvaluationError: a score does not exist or cannot read a row, the rows are no conversations, or a corpus is
+        EvaluationError: a score does not exist or cannot read a row, the rows are not conversations, or a corpus is
             given in a run that trains no embeddings.
         GenerationError: the model is a classifier or a reward model.
 

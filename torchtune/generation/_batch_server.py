@@ -97,12 +97,12 @@ class _Step(NamedTuple):
 
 @dataclass(eq=False)
 class _JobBatch:
-    """Jobs of a model that share a batch, and the state of its running step.
+    """Unfinished jobs of a model that share a batch, and the state of its running step.
 
     Attributes:
         model_name: name of the model.
-        jobs: all jobs of the batch, by the index of their sequence.
-        running: indices of unfinished jobs.
+        jobs: the jobs, by the index of their sequence.
+        num_admitted: number of jobs so far, finished ones included.
         counts: number of tokens of each job, by index.
         most_likely: most likely tokens in the running step, by the index of a job that asks for them.
         ended: indices of the sequences that end in the running step, besides those at their limit.
@@ -110,12 +110,25 @@ class _JobBatch:
     """
 
     model_name: str
-    jobs: list[Job] = field(default_factory=list)
-    running: set[int] = field(default_factory=set)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    num_admitted: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     most_likely: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     ended: frozenset[int] = frozenset()
     is_failure_known: bool = False
+
+    def admit(self, job: Job) -> int:
+        """Add a job, and return the index of its sequence."""
+        index = self.num_admitted
+        self.num_admitted += 1
+        self.jobs[index] = job
+        return index
+
+    def forget(self, index: int) -> None:
+        """Remove a finished job: a batch that others join again and again never ends."""
+        del self.jobs[index]
+        del self.counts[index]
+        self.most_likely.pop(index, None)
 
 
 @torch.inference_mode()
@@ -280,26 +293,23 @@ class BatchServer:
                 failure.__cause__ = error
                 self.failure = failure
                 self._is_closed = True
-            for index in batch.running:
-                batch.jobs[index].results.put(failure)
+            for job in batch.jobs.values():
+                job.results.put(failure)
 
-    def _admit_jobs(self, batch: "_JobBatch") -> list[Request]:
+    def _admit_jobs(self, batch: _JobBatch) -> list[Request]:
         """Let waiting jobs of the model join the batch, while it has room, and return their requests."""
         requests = []
         with self._changed:
-            while self._waiting and self._waiting[0].model == batch.model_name and len(batch.running) < self._size:
+            while self._waiting and self._waiting[0].model == batch.model_name and len(batch.jobs) < self._size:
                 job = self._waiting.popleft()
                 failure = self._failure(job)
                 if failure is not None:
                     job.results.put(failure)
                     continue
-                index = len(batch.jobs)
-                batch.jobs.append(job)
-                batch.running.add(index)
-                requests.append(Request(index, job.tokens, job.limit, 1))
+                requests.append(Request(batch.admit(job), job.tokens, job.limit, 1))
         return requests
 
-    def _decode(self, batch: "_JobBatch", requests: list[Request]) -> None:
+    def _decode(self, batch: _JobBatch, requests: list[Request]) -> None:
         """Sample the answers of a batch, and hand each token to its job."""
         model = self._models[batch.model_name]
 
@@ -326,10 +336,10 @@ class BatchServer:
                     job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
                     batch.counts[index] += 1
                     if index in batch.ended or batch.counts[index] == job.limit:
-                        batch.running.discard(index)
+                        batch.forget(index)
                         job.results.put(self._failure(job))
 
-    def _draw(self, batch: "_JobBatch", logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
+    def _draw(self, batch: _JobBatch, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Sample the next tokens ``[m, 1]`` of a batch, with log-probs ``[m]``, and tell the other ranks."""
         # Row by row, because each job has its own settings and random generator.
         tokens = []
@@ -358,7 +368,7 @@ class BatchServer:
         self._tell(_Step(host_tokens, batch.ended, None))
         return step_tokens, step_log_probs
 
-    def _ended(self, jobs: Sequence[Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
+    def _ended(self, jobs: Mapping[int, Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
         """Return the indices of the rows that end with their next tokens, besides those at their limit."""
         ended = set()
         for row, token in zip(rows, tokens, strict=True):

@@ -494,7 +494,7 @@ def generate(
     host_rows = tokens.tolist()  # read at once, because the host waits for the device
     requests = []
     for index, length in enumerate(lengths.tolist()):
-        start = s - max(length, 1)  # the first token that is no padding
+        start = s - max(length, 1)  # the first token that is not padding
         requests.append(Request(index, host_rows[index][start:], max_generated_tokens, 1))
     if logits_processors and compiled_generate_next_token is not None:
         raise GenerationError(

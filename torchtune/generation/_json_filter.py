@@ -456,7 +456,7 @@ class TokenTexts:
         tokenizer: has ``encode``, ``decode``, ``vocab_size`` and ``stop_tokens``.
 
     Raises:
-        GenerationError: a printable ASCII character is no token, so that some JSON cannot be written.
+        GenerationError: a printable ASCII character is not a token, so that some JSON cannot be written.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -85,7 +85,7 @@ def _repository_of(folder: Path) -> str | None:
     """Return the repository of a base that ``tune download`` has fetched."""
     try:
         return str(read_json(folder / REPO_ID_FILE)["repo_id"])
-    except (UserError, KeyError):  # the base is no folder of `tune download`
+    except (UserError, KeyError):  # the base is not a folder of `tune download`
         if _is_repository(folder):
             return str(folder)
         return None

@@ -417,8 +417,9 @@ class CachedOutputs:
         first_position, cache = self._caches[-1]
         if len(positions):
             for start, candidate in self._caches:
-                if start <= positions[0]:
-                    first_position, cache = start, candidate
+                if start <= positions[0]:  # ascending: the last one that fits
+                    first_position = start
+                    cache = candidate
         tokens, log_probs = cache.read(positions - first_position)
         return LikeliestTokens(
             torch.from_numpy(tokens).to(index.device).long(),

@@ -404,7 +404,7 @@ class ServerSampler:
                 f"{num_dropped} of {len(rollouts)} answers are dropped, as their texts do not become the tokens that "
                 "the server sampled; answers/dropped counts them."
             )
-        if seeds is None:  # greedy answers are no samples
+        if seeds is None:  # greedy answers are not samples
             return rollouts
         if self.gives_log_probs and self.max_difference is not None:
             compared = []

@@ -227,7 +227,7 @@ class InfoNCELoss(AnswerLoss):
         targets = first + torch.arange(num_queries, device=scores.device)  # [q], each query's positive
         is_target = F.one_hot(targets, len(passages)).bool()  # [q, c]
         is_copy = digests[targets][:, None] == digests[None]
-        # Fillers of ranks without data are no candidates of others. A filler's own positive stays: its loss is
+        # Fillers of ranks without data are not candidates of others. A filler's own positive stays: its loss is
         # finite, and is then multiplied by 0.
         excluded = (is_copy | ~passage_counts) & ~is_target
 
@@ -285,7 +285,7 @@ def score_in_parts(score: Score, batch: Batch, size: int, num_passes: Callable[[
     if not torch.is_grad_enabled():
         scores = [score(part) for part in [*parts, *fillers]]
         return torch.cat(scores[: len(parts)])
-    # Autograd calls the backward pass only where an input needs gradients, and the parameters are no inputs.
+    # Autograd calls the backward pass only where an input needs gradients, and the parameters are not inputs.
     trigger = torch.zeros((), device=batch.tokens.device, requires_grad=True)
     return _TwoPasses.apply(trigger, score, parts, fillers)
 
