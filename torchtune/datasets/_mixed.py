@@ -397,14 +397,15 @@ def mixture_weights(
     if weights is None:
         numbers = list(sizes)
     else:
-        unmatched = set(map(str, weights)).symmetric_difference(names)
+        weight_of_name = {str(name): weight for name, weight in weights.items()}  # YAML reads 2024 as a number
+        unmatched = weight_of_name.keys() ^ set(names)
         if unmatched:
             name = min(unmatched)
             problem = "is no dataset of the mixture"
             if name in names:
                 problem = "has no weight"
             raise DataError(f"weights: '{name}' {problem}: name each of {', '.join(names)} once.")
-        numbers = [weights[name] for name in names]
+        numbers = [weight_of_name[name] for name in names]
     for name, weight in zip(names, numbers, strict=True):
         if not (weight > 0 and math.isfinite(weight)):
             raise DataError(f"weights: {name} has {weight}: a weight is above 0; leave out a dataset that is not used.")

@@ -254,6 +254,7 @@ class LabeledSamples:
         samples = self._transform(row)
         if not isinstance(samples, list):
             samples = [samples]
+        # Other outputs, such as images, are not stored: such rows are transformed when they are read.
         if any(sample.keys() - {*self._outputs, "label_weights", *row} for sample in samples):
             return None
         trained = [sample for sample in samples if has_label(sample)]

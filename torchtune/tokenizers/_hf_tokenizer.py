@@ -99,9 +99,9 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")
         self.generation_config = self._read(folder, generation_config_path, "generation_config.json")
         self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
-        self.named_tokens |= named_special_tokens(self.config)
+        self.named_tokens |= named_special_tokens(self.config)  # newer than the map
         self._complete_added_tokens()
-        self._loaded_size = self.tokenizer.get_vocab_size()
+        self._loaded_size = self.tokenizer.get_vocab_size()  # tokens that are added from here on have to be saved
         self.described_tokens: dict[str, list[int]] = {}
         self.new_tokens = self._add_tokens(add_tokens)
         self.special_tokens: dict[str, int] = {}

@@ -334,7 +334,7 @@ class TurnFinder:
         if not runs:
             spans.append((start, self._end(index, start, None, continues=False)))
         for first, last in runs:
-            if spans:
+            if spans:  # behind the text of another turn, no generation prompt shows where the model goes on
                 start = self._spans[first][0]
             continues = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
             spans.append((start, self._end(index, start, last, continues=continues)))

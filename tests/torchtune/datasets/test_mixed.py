@@ -130,6 +130,12 @@ def test_invalid_mixtures_are_refused(how, words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
 
 
+def test_names_of_datasets_may_be_numbers():
+    of = MixedDataset({2023: rows(10), 2024: rows(90)}, weights={2024: 1, 2023: 1})
+    assert of.names == ("2023", "2024")
+    assert of.examples_per_epoch == 180
+
+
 def test_another_mixture_does_not_continue_a_run():
     def loader(weight):
         return BatchLoader(
