@@ -123,6 +123,9 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         ({"weights": {"a": 0, "b": 1}}, "a has 0: a weight is above 0"),
         ({"temperature": 0}, "temperature must be above 0"),
         ({"datasets": {}}, "mixture is empty"),
+        ({"weights": {"a": "much", "b": 1}}, "weights: a has much: a weight is above 0"),
+        ({"weights": {"a": None, "b": 1}}, "weights: a has None: a weight is above 0"),
+        ({"weights": [1, 2]}, "weights is a list: give a number for the name of each dataset"),
     ],
 )
 def test_invalid_mixtures_are_refused(how, words):
