@@ -345,7 +345,7 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     hidden = None  # show the bar only on a terminal
     if os.environ.get("GROUP_RANK", "0") != "0":  # another machine shows it
         hidden = True
-    if not numbers and not writer.sums:
+    if not numbers and not writer.sums:  # a shard without rows still is one
         writer.write(*tokenize(numbers.start, []))
     with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
         for tokenized in in_parts(rows, tokenize, numbers.start + done, numbers.stop):
