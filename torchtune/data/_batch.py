@@ -642,26 +642,20 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     if row.labels is not None:
         compared.append(row.labels)
     columns = [value[0].reshape(row.num_tokens, -1).numpy() for value in compared]  # [s, values] each
+    is_label = None
+    if not labelled and row.labels is not None:
+        # A labeled token of a prefix would be in the loss once, and not once for each document.
+        is_label = row.labels[0].numpy() != CROSS_ENTROPY_IGNORE_IDX
     order: list[int] = []  # of the documents
     positions: list[np.ndarray] = []  # in the row, of the new row's tokens
     new_lengths: list[int] = []
     prefixes: list[int] = []
     for documents in documents_of_group.values():
-        first_start = starts[documents[0]]
-        num_shared = 0
-        if len(documents) > 1:
-            num_shared = _common_length(columns, [(starts[i], lengths[i]) for i in documents])
-        if num_shared and not labelled and row.labels is not None:
-            # A labeled token of a prefix would be in the loss once, and not once for each document.
-            shared_labels = row.labels[0, first_start : first_start + num_shared].numpy()
-            is_label = shared_labels != CROSS_ENTROPY_IGNORE_IDX
-            if is_label.any():
-                num_shared = int(is_label.argmax())  # up to the first label
+        num_shared = _num_shared(columns, [(starts[i], lengths[i]) for i in documents], is_label)
         prefix = -1
-        if num_shared < MIN_SHARED:
-            num_shared = 0
-        else:
+        if num_shared > 0:
             prefix = len(new_lengths)
+            first_start = starts[documents[0]]
             positions.append(np.arange(first_start, first_start + num_shared))
             new_lengths.append(num_shared)
             prefixes.append(-1)
@@ -681,13 +675,28 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
     )
 
 
-def _common_length(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]]) -> int:
-    """Return the number of leading positions that all spans (start, length) share, at most the shortest length - 1."""
+def _num_shared(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]], is_label: np.ndarray | None) -> int:
+    """Return the number of leading tokens that documents share as a prefix; 0 if these are too few.
+
+    Args:
+        columns: values of the tokens in which the documents are compared, ``[s, values]`` each.
+        spans: start and length of each document.
+        is_label: whether a token must not be in a prefix, bool ``[s]``; None for no such token.
+    """
+    if len(spans) == 1:
+        return 0
     first_start, _ = spans[0]
-    common = min(length for _, length in spans) - 1
+    num_shared = min(length for _, length in spans) - 1  # every document keeps a token of its own
     for start, _ in spans[1:]:
         for values in columns:
-            differs = (values[first_start : first_start + common] != values[start : start + common]).any(-1)
+            first_values = values[first_start : first_start + num_shared]
+            differs = (first_values != values[start : start + num_shared]).any(-1)
             if differs.any():
-                common = int(differs.argmax())
-    return common
+                num_shared = int(differs.argmax())
+    if is_label is not None:
+        is_shared_label = is_label[first_start : first_start + num_shared]
+        if is_shared_label.any():
+            num_shared = int(is_shared_label.argmax())  # up to the first label
+    if num_shared < MIN_SHARED:
+        return 0
+    return num_shared

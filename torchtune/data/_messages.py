@@ -180,7 +180,14 @@ _WEIGHT_FIELDS = ("weight", "loss_scale")
 _TRAINING_DETAIL_FIELDS = ("train_detail", "training_detail")
 # Fields of a turn that are not stored in ``extra`` as they are.
 _READ_FIELDS = {
-    *("role", "content", "masked", "ipython", "eot", "extra", "tool_calls", "function_call"),
+    "role",
+    "content",
+    "masked",
+    "ipython",
+    "eot",
+    "extra",
+    "tool_calls",
+    "function_call",
     *_TRAINING_FIELDS,
     *_WEIGHT_FIELDS,
     *_TRAINING_DETAIL_FIELDS,
@@ -257,22 +264,27 @@ def as_message(value: MessageLike) -> Message:
     except ValueError as error:
         raise DataError(str(error).rstrip(".")) from error
     message.eot = value.get("eot") is not False
-    message.stated_training = _stated_training(value)
+    _read_training(message, value)
+    return message
+
+
+def _read_training(message: Message, turn: Mapping[str, Any]) -> None:
+    """Set whether and how much a message is trained on, from the fields of its turn; see :func:`as_message`."""
+    message.stated_training = _stated_training(turn)
     for field in _WEIGHT_FIELDS:
-        message.weight *= read_weight(value.get(field), "a turn", field)
+        message.weight *= read_weight(turn.get(field), "a turn", field)
     for field in _TRAINING_DETAIL_FIELDS:
-        if value.get(field):
-            message.content = _parts_by_detail(message, value[field], field)
+        if turn.get(field):
+            message.content = _parts_by_detail(message, turn[field], field)
             is_trained = any(part.get("train") is not False for part in message.content)
             if message.stated_training is None and is_trained:
                 message.stated_training = True
     if message.stated_training is not None:
         message.masked = not message.stated_training
-    elif value.get("masked") is False:
+    elif turn.get("masked") is False:
         message.masked = False
     else:
-        message.masked = role != "assistant"
-    return message
+        message.masked = message.role != "assistant"
 
 
 def role_of(turn: Any) -> Role:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -396,17 +397,21 @@ def mixture_weights(
     """Return normalized weights; raise :class:`DataError` as :class:`MixedDataset` does."""
     if weights is None:
         numbers = list(sizes)
+    elif not isinstance(weights, Mapping):
+        raise DataError(f"weights is a {type(weights).__name__}: give a number for the name of each dataset.")
     else:
-        unmatched = set(map(str, weights)).symmetric_difference(names)
+        weight_of_name = {str(name): weight for name, weight in weights.items()}  # YAML reads 2024 as a number
+        unmatched = weight_of_name.keys() ^ set(names)
         if unmatched:
             name = min(unmatched)
             problem = "is no dataset of the mixture"
             if name in names:
                 problem = "has no weight"
             raise DataError(f"weights: '{name}' {problem}: name each of {', '.join(names)} once.")
-        numbers = [weights[name] for name in names]
+        numbers = [weight_of_name[name] for name in names]
     for name, weight in zip(names, numbers, strict=True):
-        if not (weight > 0 and math.isfinite(weight)):
+        is_number = isinstance(weight, Real) and math.isfinite(weight)
+        if not is_number or weight <= 0:
             raise DataError(f"weights: {name} has {weight}: a weight is above 0; leave out a dataset that is not used.")
     if not temperature > 0:
         raise DataError(f"temperature must be above 0, not {temperature}: 1 leaves weights as they are.")

@@ -487,7 +487,7 @@ class ConversationToMessages(Transform):
             columns = {self.conversation_column: column(sample, self.conversation_column)}
         readings = conversations_of(columns)
         if self.conversation_style is not None:
-            readings = [reading for reading in readings if reading[1] == self.conversation_style]
+            readings = [(name, style) for name, style in readings if style == self.conversation_style]
         if len(readings) > 1:
             settings = [f"conversation_column={name} conversation_style={style}" for name, style in readings[:2]]
             raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")

@@ -254,6 +254,7 @@ class LabeledSamples:
         samples = self._transform(row)
         if not isinstance(samples, list):
             samples = [samples]
+        # Other outputs, such as images, are not stored: such rows are transformed when they are read.
         if any(sample.keys() - {*self._outputs, "label_weights", *row} for sample in samples):
             return None
         trained = [sample for sample in samples if has_label(sample)]
@@ -344,7 +345,7 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     hidden = None  # show the bar only on a terminal
     if os.environ.get("GROUP_RANK", "0") != "0":  # another machine shows it
         hidden = True
-    if not numbers and not writer.sums:
+    if not numbers and not writer.sums:  # a shard without rows still is one
         writer.write(*tokenize(numbers.start, []))
     with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
         for tokenized in in_parts(rows, tokenize, numbers.start + done, numbers.stop):

@@ -127,7 +127,8 @@ class ChatMLTurns(TurnsTokenizer):
         return block
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
-        return super()._row([self._control_tokens.hide_message(message) for message in messages], closed)
+        hidden = [self._control_tokens.hide_message(message) for message in messages]
+        return super()._row(hidden, closed)
 
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
         messages, begun = self._prepare(messages, closed)

@@ -76,19 +76,18 @@ def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
             labels = np.asarray(row[f"{side}_labels"])
             texts.append((side, tokens, labels))
         return texts
+    retrieval_texts: list[tuple[str, Any]] = []  # (title, tokens)
     if {"query", "positive", "negatives"} <= row.keys():
-        texts = [("query", row["query"]), ("positive", row["positive"])]
-        texts += [("negative", negative) for negative in row["negatives"]]
-        labeled_texts = []
-        for title, ids in texts:
-            labels = [*ids[1:], CROSS_ENTROPY_IGNORE_IDX]  # all tokens are trained on
-            labeled_texts.append((title, np.asarray(ids), np.asarray(labels)))
-        return labeled_texts
-    if "documents" in row:  # candidates of a reranker
-        texts = []
+        retrieval_texts = [("query", row["query"]), ("positive", row["positive"])]
+        retrieval_texts += [("negative", negative) for negative in row["negatives"]]
+    elif "documents" in row:  # candidates of a reranker
         for ids, target in zip(row["documents"], row["targets"], strict=True):
-            labels = [*ids[1:], CROSS_ENTROPY_IGNORE_IDX]
-            texts.append((f"candidate with label {target:g}", np.asarray(ids), np.asarray(labels)))
+            retrieval_texts.append((f"candidate with label {target:g}", ids))
+    if retrieval_texts:
+        texts = []
+        for title, ids in retrieval_texts:
+            labels = [*ids[1:], CROSS_ENTROPY_IGNORE_IDX]  # all tokens are trained on
+            texts.append((title, np.asarray(ids), np.asarray(labels)))
         return texts
     if "tokens" not in row or "labels" not in row:
         return []

@@ -141,15 +141,17 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         """Set the stop tokens: those of the checkpoint's config files and those learned from the chat template."""
         configured_ids = self.base_tokenizer.stop_tokens
         text_of_id = {token_id: text for text, token_id in self.special_tokens.items()}
+        configured = [text_of_id[token_id] for token_id in configured_ids if token_id in text_of_id]
         generation_stops: list[str] = []
         stops: list[str] = []
         if "default" in self.chat_templates:
             template = self.chat_templates["default"]
-            generation_stops, stops = learn_stops(
-                lambda turns, prompt: template.render(turns, add_generation_prompt=prompt)[0],
-                list(self.special_tokens),
-                [text_of_id[token_id] for token_id in configured_ids if token_id in text_of_id],
-            )
+
+            def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+                text, _ = template.render(turns, add_generation_prompt=add_generation_prompt)
+                return text
+
+            generation_stops, stops = learn_stops(render, list(self.special_tokens), configured)
         # Generation ends at all of them; within a conversation, a turn may also end with other tokens (`stops`).
         learned_ids = [self.special_tokens[stop] for stop in generation_stops]
         self.stop_tokens = list(dict.fromkeys([*learned_ids, *configured_ids]))

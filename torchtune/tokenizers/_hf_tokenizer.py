@@ -99,15 +99,15 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         self.config = self._read(folder, tokenizer_config_json_path, "tokenizer_config.json")
         self.generation_config = self._read(folder, generation_config_path, "generation_config.json")
         self.named_tokens = named_special_tokens(self._read(folder, None, "special_tokens_map.json"))
-        self.named_tokens |= named_special_tokens(self.config)
+        self.named_tokens |= named_special_tokens(self.config)  # newer than the map
         self._complete_added_tokens()
-        self._loaded_size = self.tokenizer.get_vocab_size()
+        self._loaded_size = self.tokenizer.get_vocab_size()  # tokens that are added from here on have to be saved
         self.described_tokens: dict[str, list[int]] = {}
         self.new_tokens = self._add_tokens(add_tokens)
-        # Added tokens that are not special, such as <think>, are parsed in every text.
-        added = self.tokenizer.get_added_tokens_decoder()
-        special = {token_id: token for token_id, token in added.items() if token.special}
-        self.special_tokens: dict[str, int] = {token.content: token_id for token_id, token in special.items()}
+        self.special_tokens: dict[str, int] = {}
+        for token_id, token in self.tokenizer.get_added_tokens_decoder().items():
+            if token.special:  # others, such as <think>, are parsed in every text
+                self.special_tokens[token.content] = token_id
         self._generation_eos = self._ids(self.generation_config.get("eos_token_id"))
         self.bos_id = self._named_id("bos_token", "bos_token_id")
         self.eos_id = self._named_id("eos_token", "eos_token_id")
@@ -122,13 +122,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             hidden_tokens = list(self.special_tokens)
         self.control_tokens = ControlTokens(hidden_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
-        adds_bos = self.config.get("add_bos_token")
-        if not isinstance(adds_bos, bool):
-            adds_bos = False
-            if self.bos_id is not None:
-                first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
-                adds_bos = first_ids == [self.bos_id]
-        self.adds_bos: bool = adds_bos and self.bos_id is not None
+        self.adds_bos = self._begins_with_bos()
         self.end_ids = self._published_end()
 
     def save_files(self, folder: str | Path) -> None:
@@ -230,6 +224,16 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         if not ids:
             return None
         return ids[0]
+
+    def _begins_with_bos(self) -> bool:
+        """Return whether texts begin with the BOS token: as the config says or, if it does not, the post-processor."""
+        if self.bos_id is None:
+            return False
+        adds_bos = self.config.get("add_bos_token")
+        if isinstance(adds_bos, bool):
+            return adds_bos
+        first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
+        return first_ids == [self.bos_id]
 
     def _published_end(self) -> list[int]:
         """Return the tokens that the post-processor of ``tokenizer.json``, or ``add_eos_token``, puts behind a text."""

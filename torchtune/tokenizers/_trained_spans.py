@@ -334,7 +334,7 @@ class TurnFinder:
         if not runs:
             spans.append((start, self._end(index, start, None, continues=False)))
         for first, last in runs:
-            if spans:
+            if spans:  # behind the text of another turn, no generation prompt shows where the model goes on
                 start = self._spans[first][0]
             continues = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
             spans.append((start, self._end(index, start, last, continues=continues)))
@@ -755,14 +755,18 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
     answer_ends: list[str] = []
     for turn, following_turns in _ASSISTANT_TURNS:
         kind_stops: list[str] = []
+        # At the end of the conversation, and before other turns: a template may end both differently.
         for turns in ([_USER, turn], [_USER, turn, *following_turns]):
             try:
                 text = render(turns, False)
-                answer_end = first_special(text.partition(_STAND_IN)[2], special)
+                # The token behind the text of an answer is an end, whatever the config files say.
+                _, _, behind_answer = text.partition(_STAND_IN)
+                answer_end = first_special(behind_answer, special)
                 if answer_end is not None:
                     answer_ends.append(answer_end)
-                start, end = TurnFinder(render, turns, text, configured, special, answer_ends).assistant(1)[0]
-            except DataError:
+                finder = TurnFinder(render, turns, text, configured, special, answer_ends)
+                start, end = finder.assistant(1)[0]
+            except DataError:  # the template takes no such conversation
                 continue
             ending = [token for token in special if text.endswith(token, start, end)]
             kind_stops += ending[:1]

@@ -123,11 +123,20 @@ def test_a_resumed_run_and_any_number_of_processes_see_the_same_steps(sizes, sto
         ({"weights": {"a": 0, "b": 1}}, "a has 0: a weight is above 0"),
         ({"temperature": 0}, "temperature must be above 0"),
         ({"datasets": {}}, "mixture is empty"),
+        ({"weights": {"a": "much", "b": 1}}, "weights: a has much: a weight is above 0"),
+        ({"weights": {"a": None, "b": 1}}, "weights: a has None: a weight is above 0"),
+        ({"weights": [1, 2]}, "weights is a list: give a number for the name of each dataset"),
     ],
 )
 def test_invalid_mixtures_are_refused(how, words):
     with pytest.raises(DataError, match=words):
         mixed_dataset(None, **{"datasets": {"a": rows(2), "b": rows(2)}, **how})
+
+
+def test_names_of_datasets_may_be_numbers():
+    of = MixedDataset({2023: rows(10), 2024: rows(90)}, weights={2024: 1, 2023: 1})
+    assert of.names == ("2023", "2024")
+    assert of.examples_per_epoch == 180
 
 
 def test_another_mixture_does_not_continue_a_run():
