@@ -231,8 +231,8 @@ def _by_distance(names: list[str]) -> Iterator[tuple[str, ...]]:
         for changed in itertools.combinations(names, num_changed):
             choices = []
             for name in names:
-                default, *others = DIMENSIONS[name]
-                choices.append(others if name in changed else [default])
+                default, *alternatives = DIMENSIONS[name]
+                choices.append(alternatives if name in changed else [default])
             yield from itertools.product(*choices)
 
 
@@ -254,9 +254,9 @@ def shown(value: str) -> str:
 def list_table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table in reStructuredText; the first row is its header."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
-    for first, *others in rows:
+    for first, *texts in rows:
         lines.append(f"   * - {first}".rstrip())
-        lines += [f"     - {text}".rstrip() for text in others]
+        lines += [f"     - {text}".rstrip() for text in texts]
     return lines
 
 
@@ -270,7 +270,7 @@ def table() -> str:
         conditions = []
         for name, values in refusal.when.items():
             conditions.append(f"{SHOWN[name]}: {', '.join(map(shown, values))}")
-        others = "; ".join(conditions[1:]) or "a CPU"  # on which the tests run
-        refused.append([conditions[0], others, refusal.reason])
+        companions = "; ".join(conditions[1:]) or "a CPU"  # on which the tests run
+        refused.append([conditions[0], companions, refusal.reason])
     lines = [*list_table(dimensions), "", "Refused are:", "", *list_table(refused)]
     return "\n".join(lines) + "\n"

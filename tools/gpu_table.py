@@ -174,8 +174,8 @@ def simulate_cases() -> dict[str, dict[str, float]]:
             work = estimate.work.values()
         else:  # the benchmark has the first layers alone
             model, _, _ = build_on_meta(settings)
-            kept = {("model", "text"): range(case.layers)}
-            observer = simulate(main, settings, kept=kept, models={"model": model})
+            layers = {("model", "text"): range(case.layers)}
+            observer = simulate(main, settings, kept=layers, models={"model": model})
             peak = max(moment.total for moment in observer.ledger.peaks().values())
             work = observer.work.values()
         seconds = step_time(work, device).total

@@ -68,8 +68,8 @@ def missing(entries: dict[str, dict[str, Any]]) -> list[tuple[str, int]]:
     """Return (config, GPUs) of the cells without a result, or with that of another text of the config."""
     cells = []
     for name in chosen():
-        known = results(entries, name)
-        cells += [(name, count) for count in COUNTS if count not in known]
+        texts = results(entries, name)
+        cells += [(name, count) for count in COUNTS if count not in texts]
     return cells
 
 
@@ -81,24 +81,24 @@ def results(entries: dict[str, dict[str, Any]], name: str) -> dict[int, str]:
     return entry["needs"]
 
 
-def cell(name: str, processes: int, known: dict[str, str] | None = None) -> str:
+def cell(name: str, processes: int, texts: dict[str, str] | None = None) -> str:
     """Return the GiB on a GPU, and in host memory if parameters, gradients and optimizer states are kept there.
 
     Args:
         name: name of the config.
         processes: number of processes.
-        known: cells for this number of processes by what they depend on; the new cell is added.
+        texts: cells for this number of processes by what they depend on; the new cell is added.
     """
     path = find_config(name)
     main = recipe_named_by(path).load_main()
     settings = load_and_check(path, [], main)
     model, _, _ = build_on_meta(settings)
-    if known is None:
-        known = {}
+    if texts is None:
+        texts = {}
     key = _dependencies(settings, model)
-    if key not in known:
-        known[key] = _simulate(main, settings, processes)
-    return known[key]
+    if key not in texts:
+        texts[key] = _simulate(main, settings, processes)
+    return texts[key]
 
 
 def _dependencies(settings: Any, model: nn.Module) -> str:
@@ -180,7 +180,7 @@ def table() -> str:
 
 if __name__ == "__main__":
     processes = int(sys.argv[1])
-    known: dict[str, str] = {}
+    texts: dict[str, str] = {}
     with simulated_cluster(processes, PER_MACHINE):
         for name in sys.argv[2:]:
-            print(name, cell(name, processes, known), flush=True)
+            print(name, cell(name, processes, texts), flush=True)

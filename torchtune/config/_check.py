@@ -320,17 +320,8 @@ class Checker:
             argument_path = (*path, key)
             if key == "_component_":
                 continue
-            if key not in signature.named:
-                was_accepted, replacement = former_argument(name, key)
-                if was_accepted and replacement is None:
-                    position = self.document.position(argument_path).text
-                    message = f"{position}: {name} ignores '{key}': it has no effect any more."
-                    log_once(get_logger(), message, level=30)
-                    del node[key]
-                    continue
-                if was_accepted:
-                    self.document.add(argument_path, f"{name} takes no argument '{key}' any more: {replacement}")
-                    continue
+            if key not in signature.named and self._replace_former_argument(argument_path, node):
+                continue
             if key in bound and bound[key] == key:
                 self.document.add(argument_path, f"is handed to {name} by the recipe: remove it")
             elif key in bound:
@@ -342,11 +333,34 @@ class Checker:
             else:
                 annotation = signature.named.get(str(key), Argument()).annotation
                 if runtime_args is not None and str(key) in runtime_args.rules:
-                    bounded_type = float if annotation is Any else annotation
+                    bounded_type = float if annotation is Any else annotation  # bounds are those of numbers
                     annotation = Annotated[bounded_type, runtime_args.rules[str(key)]]
                 if is_component(value) and any(member not in PLAIN_TYPES for member in union_members(annotation)):
                     annotation = Any  # the type of the built object is unknown until it is built
                 node[key] = self.check_value(argument_path, value, annotation)
+
+    def _replace_former_argument(self, path: KeyPath, node: dict[str, Any]) -> bool:
+        """Remove an argument of earlier releases that has no effect any more, or name what replaces it.
+
+        Args:
+            path: path of the argument.
+            node: node of the component.
+
+        Returns:
+            Whether earlier releases had the argument.
+        """
+        name = as_written(node["_component_"])
+        key = path[-1]
+        was_accepted, replacement = former_argument(name, key)
+        if not was_accepted:
+            return False
+        if replacement is None:
+            position = self.document.position(path).text
+            log_once(get_logger(), f"{position}: {name} ignores '{key}': it has no effect any more.", level=30)
+            del node[key]
+        else:
+            self.document.add(path, f"{name} takes no argument '{key}' any more: {replacement}")
+        return True
 
     def finish(self) -> None:
         """Check the queued components, then raise ``ConfigError`` if there are mistakes."""

@@ -361,14 +361,14 @@ def test_labeled_conversations_are_shown_as_such(tune, tmp_path):
     answer = {"role": "assistant", "content": "No."}
     rows = tmp_path / "rows.jsonl"
     write_lines(rows, [{"messages": [question], "label": "spam"}] * 2)
-    shown = tune("data", "show", rows)
-    assert shown.code == 0, shown.err
-    assert "labeled texts (classification), 2 rows" in shown.out
-    assert "torchtune.datasets.classification_dataset column=messages" in shown.out
+    report = tune("data", "show", rows)
+    assert report.code == 0, report.err
+    assert "labeled texts (classification), 2 rows" in report.out
+    assert "torchtune.datasets.classification_dataset column=messages" in report.out
     write_lines(rows, [{"messages": [question, answer], "label": "spam"}] * 2)
-    shown = tune("data", "show", rows)
-    assert "OpenAI messages, 2 rows: torchtune.datasets.chat_dataset" in shown.out
-    assert "classification_dataset column=messages trains a classifier on the column label" in shown.out
+    report = tune("data", "show", rows)
+    assert "OpenAI messages, 2 rows: torchtune.datasets.chat_dataset" in report.out
+    assert "classification_dataset column=messages trains a classifier on the column label" in report.out
 
 
 def test_histogram_has_bins_of_a_round_width_and_bars_by_their_share():

@@ -199,8 +199,8 @@ def test_default_of_lora_changes_no_other_converter_of_a_full_run(convert):
 def test_long_context_settings_of_axolotl_are_converted(convert):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     fields = {"max_position_embeddings": 131072, "rope_scaling": scaling}
-    more = yaml.safe_dump({"overrides_of_model_config": fields, "tiled_mlp": True})
-    converted, _ = convert(AXOLOTL + more)
+    settings = yaml.safe_dump({"overrides_of_model_config": fields, "tiled_mlp": True})
+    converted, _ = convert(AXOLOTL + settings)
     assert converted["model"]["config_overrides"] == fields
     assert converted["model_converters"][0] == {"_component_": "torchtune.modules.TiledMLP"}
 

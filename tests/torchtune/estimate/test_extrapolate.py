@@ -187,6 +187,6 @@ def test_layers_of_all_models_are_extrapolated_at_once() -> None:
     def counts(kept) -> dict[str, int]:
         return {name: len(layers) for (name, _), layers in kept.items()}
 
-    fewer, more = choose_layers({"model": model(22), "teacher": model(42)})
-    assert (fewer[0], counts(fewer[1])) == (-19, {"model": 2, "teacher": 2})
-    assert (more[0], counts(more[1])) == (20, {"model": 3, "teacher": 4})
+    first_choice, second_choice = choose_layers({"model": model(22), "teacher": model(42)})
+    assert (first_choice[0], counts(first_choice[1])) == (-19, {"model": 2, "teacher": 2})
+    assert (second_choice[0], counts(second_choice[1])) == (20, {"model": 3, "teacher": 4})
