@@ -18,7 +18,7 @@ from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.kv_cache import EncoderCache
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
-from torchtune.utils import deprecated
+from torchtune.utils import deprecated, launches_kernels
 
 
 class TransformerSelfAttentionLayer(nn.Module):
@@ -141,7 +141,9 @@ class TransformerSelfAttentionLayer(nn.Module):
         keys = None
         if arguments.get("returns_keys"):
             attended, keys = attended
-        mixed = None if self.mixer is None else self.mixer(normed, input_pos=input_pos)
+        mixed = None
+        if self.mixer is not None:
+            mixed = self.mixer(normed, input_pos=input_pos, documents=arguments.get("documents"))
         del normed  # [b, s, d], not needed for the sums below
         h = self.sa_scale(attended) + x
         if mixed is not None:
@@ -570,11 +572,16 @@ class TransformerDecoder(nn.Module):
         if documents is None:
             return None
         kernel_chunk = None
+        gap = 0
         for layer in self.layers:
             for mixer in layer.children():
                 if isinstance(mixer, RecurrentMixer):
                     kernel_chunk = kernel_chunk or mixer.kernel_chunk
-        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk)
+                    if launches_kernels(h.device):
+                        gap = max(gap, mixer.conv_gap)
+        return Boundaries.of(
+            documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk, gap=gap
+        )
 
     def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         if documents is not None and documents.shared is not None:

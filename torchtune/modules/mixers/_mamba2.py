@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Documents
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers._chunks import CHUNK, Chunks, chunked, decays_between, sum_of_later
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
@@ -411,13 +413,20 @@ class Mamba2(RecurrentMixer, KernelUser):
         """See the base class."""
         self.kernel = STATE_SPACE.choose("Mamba 2", device, dtype, state_dim=self.state_dim)
 
+    @property
+    def conv_gap(self) -> int:
+        """See the base class."""
+        return self.conv.gap
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         heads_per_group = self.num_heads // self.num_groups
         state = (batch_size, self.num_groups, heads_per_group, self.head_dim, self.state_dim)
         conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
         return StateCache(state, conv_inputs, dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+    def _mix_documents(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
+    ) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
         gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
         factors = None
@@ -432,7 +441,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         )
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
-        mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks)
+        mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks, documents=documents)
         x, b, c = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
