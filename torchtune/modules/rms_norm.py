@@ -142,6 +142,8 @@ class RMSNorm(nn.Module):
         """Compute :meth:`forward` with another ``scale`` ``[dim]``."""
         if not self.rounds_last:
             return rms_norm(x, self.eps, scale)
+        if not self.unit_offset and scale.dtype == x.dtype:
+            return _fused_norm(x, self.eps, scale)  # in float32, rounded once at the end
         factor = scale.float() + 1.0 if self.unit_offset else scale.float()
         return _fused_norm(x.float(), self.eps, factor).to(x.dtype)
 
