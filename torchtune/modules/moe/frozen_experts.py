@@ -5,6 +5,7 @@ Quantized experts are decoded by group of experts, in the forward pass and again
 done before the next is decoded.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -88,7 +89,12 @@ class _Rows:
         """Return the rows out of ``x``, which has a row for each row, or for each token."""
         if self._copies is None:
             return x[self.slice]
-        return x.index_select(0, self._copies // self._all_scores.shape[1])
+        return x.index_select(0, self._tokens)
+
+    @functools.cached_property
+    def _tokens(self) -> Tensor:
+        """The token of each row, ``[r]``, if rows are copies of tokens."""
+        return self._copies // self._all_scores.shape[1]
 
     def scatter(self, rows: Tensor, out: Tensor) -> None:
         """Write a value of each row to its place among those of all rows."""

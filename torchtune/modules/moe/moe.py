@@ -96,19 +96,24 @@ class TokenChoiceTopKRouter(nn.Module):
         if self.norm_eps is not None:
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x)  # [t, e]
-        if self.score_function == "sigmoid":
-            scores = logits.float().sigmoid()
+        scores = None  # of all experts, [t, e]
+        if self._needs_selected_only():
+            top_logits, selected = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
+            chosen = top_logits.softmax(-1)
         else:
-            scores = logits.softmax(-1, dtype=torch.float32)
-        if self.selection_bias is None and self.top_groups == self.groups:
-            chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
-        else:
-            # Bias and groups decide which experts are selected; the scores of these stay as they are.
-            selection_scores = scores if self.selection_bias is None else scores + self.selection_bias
-            selected = self._in_top_groups(selection_scores).topk(self.experts_per_token, dim=-1).indices
-            chosen = scores.gather(-1, selected)
-        if self.normalize:
-            chosen = _Normalize.apply(chosen, self.sum_eps)
+            if self.score_function == "sigmoid":
+                scores = logits.float().sigmoid()
+            else:
+                scores = logits.softmax(-1, dtype=torch.float32)
+            if self.selection_bias is None and self.top_groups == self.groups:
+                chosen, selected = scores.topk(self.experts_per_token, dim=-1)
+            else:
+                # Bias and groups decide which experts are selected; the scores of these stay as they are.
+                selection_scores = scores if self.selection_bias is None else scores + self.selection_bias
+                selected = self._in_top_groups(selection_scores).topk(self.experts_per_token, dim=-1).indices
+                chosen = scores.gather(-1, selected)
+            if self.normalize:
+                chosen = _Normalize.apply(chosen, self.sum_eps)
         if self.scale != 1.0:
             chosen = chosen * self.scale
         if self.expert_scale is not None:
@@ -124,6 +129,15 @@ class TokenChoiceTopKRouter(nn.Module):
                 probabilities = scores if self.score_function == "softmax" else scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
+
+    def _needs_selected_only(self) -> bool:
+        """Return whether the scores of the other experts have no effect.
+
+        A softmax over all experts, divided by its sum over the selected ones, is a softmax over these.
+        """
+        is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
+        selects_by_score = self.selection_bias is None and self.top_groups == self.groups
+        return is_softmax_of_selected and selects_by_score and self.balance is None
 
     def _in_top_groups(self, scores: Tensor) -> Tensor:
         """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
