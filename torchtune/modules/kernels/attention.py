@@ -616,4 +616,8 @@ def _varlen_attention(
     elif group > 1:
         k = k[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
         v = v[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
-    return varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
+    if out.grad_fn is not None and not torch.compiler.is_compiling():
+        # The kernel's other outputs have no gradient. Its backward pass ignores the zeros that autograd would make.
+        out.grad_fn.set_materialize_grads(False)
+    return out
