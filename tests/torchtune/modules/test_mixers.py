@@ -1,6 +1,7 @@
 """Mixers against the recurrences that they are, position by position in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torchtune.modules.mixers._short_conv import DepthwiseWeight, causal_conv
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._parallelize import check_parallelizable
+from torchtune.utils import simulated
 
 
 def _inputs(rows: int, positions: int) -> list[Tensor]:
@@ -57,8 +59,16 @@ def _resets(positions: int) -> Tensor:
 RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 
 
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def decays(request) -> Iterator[None]:
+    """Compute decays by cumulative sums, as on a CPU, or by a product, which is fewer launches."""
+    with nullcontext() if request.param == "cpu" else simulated():
+        yield
+
+
 @RULES
 @pytest.mark.parametrize("chunks_per_group", [1, 2, 3])  # the last chunk alone, alone, and filled up
+@pytest.mark.usefixtures("decays")
 def test_a_rule_and_its_gradients(rule, chunks_per_group, monkeypatch):
     monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_: chunks_per_group)
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
@@ -117,6 +127,7 @@ def test_decoding_goes_on_from_a_state(rule):
 
 
 @RULES
+@pytest.mark.usefixtures("decays")
 def test_strong_decay_loses_no_digits(rule):
     """A sum of decays over a chunk is large, and the difference of two neighbors is not."""
     q, k, v, g, beta = _inputs(1, 64)

@@ -119,7 +119,7 @@ def index_chunks(documents: Documents, size: int) -> Tensor:
 def separate(documents: Documents, gap: int) -> SeparatedRow:
     """Give every position of a batch a place in one row, with ``gap`` places between documents."""
     lengths = torch.tensor(documents.lengths)
-    gaps_before = gap * torch.arange(len(lengths)).repeat_interleave(lengths)  # of each position
+    gaps_before = gap * torch.arange(len(lengths)).repeat_interleave(lengths, output_size=documents.num_tokens)
     index = torch.arange(documents.num_tokens) + gaps_before
     length = documents.num_tokens + gap * (len(lengths) - 1)
     return SeparatedRow(_send(index, documents.cu_seqlens.device), length, gap)

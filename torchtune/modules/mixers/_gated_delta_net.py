@@ -45,7 +45,7 @@ class _DeltaChunks(Chunks):
         """Return ``[b, n_k, r, h_k, h_v]``."""
         return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
-    def read(self, states: Tensor, out: Tensor) -> None:
+    def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
         written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
