@@ -216,8 +216,11 @@ class DepthwiseWeight(nn.Module, KernelUser):
         fits_kernel = len(weight) % 8 == 0  # the kernel reads eight channels at a time
         if self.kernel is not None and fits_kernel and cache is None:
             return kernel_conv(self.kernel, x, weight, bias, reach, silu)
-        row = documents.separated if isinstance(documents, Boundaries) else None
-        if row is not None and cache is None and not torch.compiler.is_compiling():
+        row = None
+        # The compiler fuses the taps. It would compile again for a row of another length.
+        if isinstance(documents, Boundaries) and cache is None and not torch.compiler.is_compiling():
+            row = documents.separated
+        if row is not None:
             out = _SeparatedConv.apply(x, weight, bias, row)
         else:
             out = cached_conv(x, weight, reach, cache, bias)
