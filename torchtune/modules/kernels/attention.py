@@ -617,7 +617,7 @@ def _varlen_attention(
         k = k[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
         v = v[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
     out = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
-    if out.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
         # The kernel's other outputs have no gradient. Its backward pass ignores the zeros that autograd would make.
         out.grad_fn.set_materialize_grads(False)
     return out
