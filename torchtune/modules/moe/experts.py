@@ -218,7 +218,8 @@ def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     gate, up = gate_up.unflatten(-1, (-1, 2)).unbind(-1)  # [t, h] each
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(_CLAMPED_SLOPE * gate) * (up + 1)
+    activated = gate * torch.sigmoid(_CLAMPED_SLOPE * gate)
+    return torch.addcmul(activated, activated, up)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules.kernels.grouped import RowGroups, grouped_mm, grouped_outer, repeat_by_group, sum_by_group
 from torchtune.modules.low_precision.formats import Stored
+from torchtune.utils import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from torchtune.modules.moe.experts import GroupedExperts
@@ -84,6 +85,7 @@ class _Rows:
         self.by_expert = RowGroups.of(counts[group.experts])
         self._copies = None if order is None else order[group.rows]
         self._all_scores = scores
+        self._row_scores: dict[torch.dtype, Tensor] = {}
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows out of ``x``, which has a row for each row, or for each token."""
@@ -107,7 +109,10 @@ class _Rows:
         """Return the scores of the rows ``[r, 1]``, None if there are none."""
         if self._copies is None:
             return None
-        return self._all_scores.flatten().index_select(0, self._copies).unsqueeze(1).to(dtype)
+        if dtype not in self._row_scores:
+            row_scores = self._all_scores.flatten().index_select(0, self._copies)
+            self._row_scores[dtype] = row_scores.unsqueeze(1).to(dtype)
+        return self._row_scores[dtype]
 
 
 class _Weights:
@@ -204,6 +209,7 @@ class _Call:
         self.groups = groups
         self.saves_projected = saves_projected
         self.inputs_node: Any = None  # node of _SaveInputs
+        self._kept_rows: _Rows | None = None
         self.random_state: tuple[Tensor, Tensor | None] | None = None  # of the forward pass, if it draws dropout
 
     def compute(
@@ -212,11 +218,16 @@ class _Call:
         """Compute the output and, if they are saved, the outputs of the first matrices."""
         experts = self.experts
         num_rows = len(x) if scores is None else scores.numel()
+        # The indices of rows take little memory and a launch each. Hooks on saved tensors are those of checkpointing
+        # and offloading, which keep nothing on the device.
+        keeps_rows = self.inputs_node is not None and len(self.groups) == 1 and saved_tensor_hooks() is None
         out: Tensor | None = None
         projected: list[Tensor] = []
         for group in self.groups:
             weights = self.weights.of_group(tensors, group)
             rows = _Rows(group, counts, scores, order)
+            if keeps_rows:
+                self._kept_rows = rows
             inputs = rows.gather(x)
             projected = []
             for name in experts.input_matrices:
@@ -237,6 +248,14 @@ class _Call:
         elif scores is not None:
             out = out.view(*scores.shape, -1).sum(1)  # [t * k, d] -> [t, d]
         return out, projected
+
+    def rows_of(self, group: _Group, counts: Tensor, scores: Tensor | None, order: Tensor | None) -> _Rows:
+        """Return the rows of a group in the backward pass: those of the forward pass if they were kept."""
+        if self._kept_rows is None:
+            return _Rows(group, counts, scores, order)
+        rows = self._kept_rows
+        self._kept_rows = None
+        return rows
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -300,7 +319,7 @@ class _FrozenExperts(torch.autograd.Function):
 
         with _repeat_random_numbers(call.random_state, x.device):
             for group in call.groups:
-                rows = _Rows(group, counts, scores, order)
+                rows = call.rows_of(group, counts, scores, order)
                 gradients = _backward_of_group(
                     call.experts,
                     rows,

@@ -298,10 +298,11 @@ class MoE(nn.Module):
         """
         copies = scores.shape[1]  # k, a copy for each selected expert
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
-            row_scores = permute_rows(scores.flatten(), order, inverse)  # [t * k]
-            rows = rows * row_scores.unsqueeze(-1).to(rows.dtype)
+            scaled = tokens.unsqueeze(1) * scores.unsqueeze(-1).to(tokens.dtype)  # [t, k, d]
+            rows = permute_rows(scaled.flatten(0, 1), order, inverse)  # [t * k, d]
+        else:
+            rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.exchange is None:
             rows = self.experts(rows, counts)
         else:
