@@ -86,11 +86,18 @@ def without_times(rows):
         ("full_finetune_single_device", {"dtype": "bf16", "loss": FAULTS, "run_val_every_n_steps": 2}),
         ("full_finetune_single_device", {"optimizer": FUSED, "loss": FAULTS, "log_every_n_steps": 4}),
         ("lora_finetune_single_device", {"dtype": "bf16", "loss": FAULTS, "optimizer_precision": "fp32_master"}),
+        ("full_finetune_single_device", {"dtype": "fp16", "loss": FAULTS}),
         ("grpo", {"optimizer": FUSED, "num_iterations": 2, "show_samples_every_n_steps": 1}),
+        ("grpo", {"dtype": "fp16", "num_iterations": 2, "show_samples_every_n_steps": 1}),
     ],
 )
-def test_steps_that_the_device_decides_are_those_that_the_host_decides(name, settings, tmp_path, decides_late):
+def test_steps_that_the_device_decides_are_those_that_the_host_decides(
+    name, settings, tmp_path, decides_late, monkeypatch
+):
     """Log, skipped steps, weights and optimizer are the same to the bit, and so is a resume from a checkpoint."""
+    # In float16, steps overflow before the checkpoint and after it.
+    monkeypatch.setattr(training.LossScaler, "START", 2.0**19)
+    monkeypatch.setattr(training.LossScaler, "STEPS_TO_DOUBLE", 1)
     settings = {**settings, "save_every_n_steps": 6}
     if "run_val_every_n_steps" in settings:
         settings["dataset_val"] = {**CHATS, "source": "json", "data_files": str(tmp_path / "data.jsonl")}
@@ -105,10 +112,19 @@ def test_steps_that_the_device_decides_are_those_that_the_host_decides(name, set
     states = [run.recipe.optimizer.state_dict() for run in (by_device, by_host)]
     torch.testing.assert_close(states[0]["state"], states[1]["state"], rtol=0, atol=0)
     assert states[0].get("precision") == states[1].get("precision")
-    if settings.get("loss") == FAULTS:
+    is_scaled = settings.get("dtype") == "fp16"
+    if settings.get("loss") == FAULTS or is_scaled:
         skipped = [without_times(records(run.output_dir)) for run in (by_device, by_host)]
         assert skipped[0] == skipped[1]
-        assert [record["step"] for record in skipped[0]] == [1, 3, 5]
+        steps = [record["step"] for record in skipped[0]]
+        if is_scaled:
+            assert any("its gradient overflows fp16" in record["reason"] for record in skipped[0])
+            assert isinstance(by_device.recipe.scaler.factor, torch.Tensor)
+            assert by_device.recipe.scaler.factor.item() == by_host.recipe.scaler.factor
+        else:
+            assert steps == [1, 3, 5]
+    if settings.get("loss") == FAULTS:
+        assert {1, 3, 5} <= set(steps)
         settings["loss"] = faulty()
     resume(name, tmp_path, by_device, 6, **settings)
 

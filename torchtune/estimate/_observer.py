@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -484,12 +484,29 @@ def _ranks_of(func: Any, args: Any) -> tuple[int, ...]:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of an operator; 0 for operators without matrix products."""
     packet = func._overloadpacket
+    if packet is _aten.convolution_backward:
+        grad, x, weight, *_, groups, output_mask = args
+        if groups == x.shape[1]:
+            return _depthwise_backward_flops(grad, weight, output_mask)
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
     formula = _CUSTOM_FLOPS.get(str(packet))
     if formula is None:
         return 0
     return formula(*args, **kwargs)
+
+
+def _depthwise_backward_flops(grad: torch.Tensor, weight: torch.Tensor, needs_gradient: Sequence[bool]) -> int:
+    """Return the FLOPs of the gradients of a convolution's input and weight, in which channels are not mixed.
+
+    torch's formula of the weight's gradient has all pairs of channels.
+
+    Args:
+        grad: gradient of the output, ``[b, c, s]``.
+        weight: ``[c, 1, K]``.
+        needs_gradient: whether input, weight and bias need one.
+    """
+    return 2 * grad.numel() * weight.shape[-1] * sum(needs_gradient[:2])
 
 
 def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:

@@ -157,6 +157,8 @@ class RMSNorm(nn.Module):
         """Compute :meth:`forward` with another ``scale`` ``[dim]``."""
         if not self.rounds_last:
             return rms_norm(x, self.eps, scale)
+        if not self.unit_offset and scale.dtype == x.dtype:
+            return _fused_norm(x, self.eps, scale)  # in float32, rounded once at the end
         factor = scale.float()
         if self.unit_offset:
             factor = factor + 1.0

@@ -18,7 +18,8 @@ from torchtune.modules.kernels.onednn import fast_products
 from torchtune.modules.kv_cache import EncoderCache
 from torchtune.modules.mixers import RecurrentMixer
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings, positions_of, seq_lens_of
-from torchtune.utils import deprecated
+from torchtune.modules.rms_norm import Multiplier
+from torchtune.utils import deprecated, launches_kernels
 
 
 class TransformerSelfAttentionLayer(nn.Module):
@@ -127,7 +128,7 @@ class TransformerSelfAttentionLayer(nn.Module):
                     options["blocks"] = blocks
                 h, keys = self._attend(x, mask=mask, input_pos=input_pos, documents=documents, rope=rope, **options)
             if self.mlp is not None:
-                h = h + self.mlp_scale(self.mlp(self.mlp_norm(h)))
+                h = _add_scaled(h, self.mlp_scale, self.mlp(self.mlp_norm(h)))
         if self.layer_embed is not None:
             h = self.layer_embed(h, embedded)
         if self.layer_scale is not None:
@@ -148,12 +149,19 @@ class TransformerSelfAttentionLayer(nn.Module):
             attended, keys = attended
         mixed = None
         if self.mixer is not None:
-            mixed = self.mixer(normed, input_pos=input_pos)
+            mixed = self.mixer(normed, input_pos=input_pos, documents=arguments.get("documents"))
         del normed  # [b, s, d], not needed for the sums below
-        h = self.sa_scale(attended) + x
+        h = _add_scaled(x, self.sa_scale, attended)
         if mixed is not None:
             h = h + mixed
         return h, keys
+
+
+def _add_scaled(x: Tensor, scale: nn.Module, out: Tensor) -> Tensor:
+    """Add ``scale(out)`` to ``x``; a constant factor is part of the sum, which rounds once."""
+    if isinstance(scale, Multiplier):
+        return torch.add(x, out, alpha=scale.factor)
+    return x + scale(out)
 
 
 class TransformerCrossAttentionLayer(nn.Module):
@@ -593,11 +601,16 @@ class TransformerDecoder(nn.Module):
         if documents is None:
             return None
         kernel_chunk = None  # the recurrent mixers of a model have one, or none
+        gap = 0
         for layer in self.layers:
             for mixer in layer.children():
                 if isinstance(mixer, RecurrentMixer):
                     kernel_chunk = kernel_chunk or mixer.kernel_chunk
-        return Boundaries.of(documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk)
+                    if launches_kernels(h.device):
+                        gap = max(gap, mixer.conv_gap)
+        return Boundaries.of(
+            documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk, gap=gap
+        )
 
     def _check(self, h: Tensor, mask: MaskType | None, documents: Documents | None, input_pos: Tensor | None) -> None:
         """Raise for arguments of :meth:`forward` that do not fit each other or the model."""

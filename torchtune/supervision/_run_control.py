@@ -252,10 +252,10 @@ class RunControl:
             return read(values, norm_is_bad)
 
         # The message on the device: the optimizer learns there, without the host, whether to leave out the step.
-        loss = exchange.message[1]
+        loss_is_finite = torch.isfinite(exchange.message[1])
         norm_is_bad = exchange.message[-1]
         self._exchange = exchange
-        self._late_metrics = LateMetrics(receive, is_bad=~torch.isfinite(loss) | (norm_is_bad > 0))
+        self._late_metrics = LateMetrics(receive, ~loss_is_finite | (norm_is_bad > 0), loss_is_finite)
         return self._late_metrics
 
     def _settle(self) -> None:

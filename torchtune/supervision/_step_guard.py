@@ -65,8 +65,7 @@ class StepGuard:
         scaler: scale of the loss of a float16 model. Steps that only need a smaller scale are skipped without counting
             toward ``max_skipped_steps``.
         skips: lets the optimizer leave out steps on a CUDA device, so that the host does not wait to decide. The host
-            decides, and waits, where it must know more than whether a step is finite: with ``spike_threshold``, and in
-            float16.
+            decides, and waits, where it must know more than whether a step is finite: with ``spike_threshold``.
 
     Attributes:
         num_skipped: number of skipped steps.
@@ -121,6 +120,8 @@ class StepGuard:
             metrics.settle()
             return accepted
         self._skips.prepare(metrics.is_bad)
+        if self._scaler is not None:
+            self._scaler.update_on_device(is_bad=metrics.is_bad, loss_is_finite=metrics.loss_is_finite)
         step_data.indices = self._loader.step_indices  # the loader will have gone on when the step is decided
         self._undecided = metrics
         metrics.when_settled(lambda: self._decide_late(metrics, step_data))
@@ -129,8 +130,7 @@ class StepGuard:
     @property
     def _optimizer_decides(self) -> bool:
         """Whether a step is skipped only if it is not finite, and the optimizer can do this by itself."""
-        is_scaled = self._scaler is not None and self._scaler.is_enabled
-        if self._skips is None or self._spike_threshold is not None or is_scaled:
+        if self._skips is None or self._spike_threshold is not None:
             return False
         return self._skips.is_supported
 
@@ -144,10 +144,12 @@ class StepGuard:
         self._undecided = None
         was_bad = self._skip_reason(metrics["loss"], metrics["grad_norm"]) is not None
         self._skips.finish(was_bad=was_bad)
-        self._decide(metrics, step_data)
+        self._decide(metrics, step_data, was_decided_by_device=True)
         metrics.update(self.metrics())
 
-    def _decide(self, metrics: Mapping[str, Any], step_data: "_StepData") -> bool:
+    def _decide(
+        self, metrics: Mapping[str, Any], step_data: "_StepData", *, was_decided_by_device: bool = False
+    ) -> bool:
         """Return whether a step is accepted, and record a skipped one. A collective."""
         step = step_data.step
         loss = metrics["loss"]
@@ -159,13 +161,13 @@ class StepGuard:
         has_overflowed = math.isfinite(loss) and grad_norm is not None and not math.isfinite(grad_norm)
         needs_smaller_scale = has_overflowed and self._scaler is not None and self._scaler.can_shrink
         if self._scaler is not None and math.isfinite(loss):
-            self._scaler.update(has_overflowed=has_overflowed)
+            self._scaler.update(has_overflowed=has_overflowed, was_decided_by_device=was_decided_by_device)
         if reason is None:
             self._in_a_row = 0
             self._recent_losses.append(loss)
             return True
         if needs_smaller_scale:  # usual in the first steps, and no sign of a broken run
-            reason = f"its gradient overflows fp16; the loss scale is {self._scaler.factor:g} from now on"
+            reason = f"its gradient overflows fp16; the loss scale is {self._scaler.decided_factor:g} from now on"
         else:
             self._in_a_row += 1
         self.num_skipped += 1

@@ -593,21 +593,24 @@ class LateMetrics(MutableMapping[str, Any]):
     Args:
         receive: waits for the numbers, and returns them; called once.
         is_bad: scalar tensor on the device, whether loss or gradient norm are not finite on any rank.
+        loss_is_finite: scalar tensor on the device, whether the loss is finite on all ranks.
 
     Attributes:
         is_bad: see above.
+        loss_is_finite: see above.
 
     Example:
         >>> from torchtune.training import LateMetrics
-        >>> metrics = LateMetrics(lambda: {"loss": 2.0}, torch.tensor(False))
+        >>> metrics = LateMetrics(lambda: {"loss": 2.0}, torch.tensor(False), torch.tensor(True))
         >>> metrics["lr"] = 0.1
         >>> metrics.when_settled(lambda: print(dict(metrics)))
         >>> metrics.settle()
         {'loss': 2.0, 'lr': 0.1}
     """
 
-    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: Tensor) -> None:
+    def __init__(self, receive: Callable[[], dict[str, Any]], is_bad: Tensor, loss_is_finite: Tensor) -> None:
         self.is_bad = is_bad
+        self.loss_is_finite = loss_is_finite
         self._receive: Callable[[], dict[str, Any]] | None = receive
         self._entries: dict[str, Any] = {}
         self._readers: list[Callable[[], None]] = []

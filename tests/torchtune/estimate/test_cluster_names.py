@@ -147,3 +147,15 @@ def test_products_in_float8_take_half_the_time_of_bf16():
             times[name, dtype] = computing
     assert times["H100", torch.float8_e4m3fn] == pytest.approx(times["H100", torch.bfloat16] / 2, rel=0.01)
     assert times["A100", torch.float8_e4m3fn] == pytest.approx(times["A100", torch.bfloat16] * 312 / 19.5, rel=0.01)
+
+
+def test_a_depthwise_convolution_has_the_products_of_its_own_channels():
+    with FakeTensorMode():
+        x = torch.empty(1, 256, 1000, requires_grad=True)
+        weight = torch.empty(256, 1, 4, requires_grad=True)
+        with Observer() as observer:
+            out = torch.nn.functional.conv1d(x, weight, groups=256)
+            out.backward(torch.empty_like(out))
+    forward = 2 * 256 * 997 * 4
+    total = sum(work.flops[torch.float32] for work in observer.work.values())
+    assert total == forward + 2 * forward  # the backward pass has the gradients of the input and of the weight

@@ -1,6 +1,7 @@
 """Mixers against the recurrences that they are, position by position in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -8,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Documents
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConv, _chunks
 from torchtune.modules.mixers._gated_delta_net import _DeltaChunks, gated_delta_rule
 from torchtune.modules.mixers._mamba2 import _StateSpaceChunks, state_space
-from torchtune.modules.mixers._short_conv import causal_conv
+from torchtune.modules.mixers._short_conv import DepthwiseWeight, causal_conv
 from torchtune.modules.peft import LoRA
 from torchtune.training.parallel._parallel_dims import ParallelDims, ParallelDimsError
 from torchtune.training.parallel._parallelize import check_parallelizable
+from torchtune.utils import simulated
 
 
 def _inputs(rows: int, positions: int) -> list[Tensor]:
@@ -55,8 +59,16 @@ def _resets(positions: int) -> Tensor:
 RULES = pytest.mark.parametrize("rule", [gated_delta_rule, state_space])
 
 
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def decays(request) -> Iterator[None]:
+    """Compute decays by cumulative sums, as on a CPU, or by a product, which is fewer launches."""
+    with nullcontext() if request.param == "cpu" else simulated():
+        yield
+
+
 @RULES
 @pytest.mark.parametrize("chunks_per_group", [1, 2, 3])  # the last chunk alone, alone, and filled up
+@pytest.mark.usefixtures("decays")
 def test_a_rule_and_its_gradients(rule, chunks_per_group, monkeypatch):
     monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_: chunks_per_group)
     inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
@@ -115,6 +127,7 @@ def test_decoding_goes_on_from_a_state(rule):
 
 
 @RULES
+@pytest.mark.usefixtures("decays")
 def test_strong_decay_loses_no_digits(rule):
     """A sum of decays over a chunk is large, and the difference of two neighbors is not."""
     q, k, v, g, beta = _inputs(1, 64)
@@ -286,3 +299,27 @@ def test_convolution_and_its_gradients_stay_within_documents(taps, lengths):
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
     with_frozen_weight = causal_conv(x, weight.detach(), reach)
     torch.testing.assert_close(torch.autograd.grad(with_frozen_weight, x, grad)[0], expected_gradients[0])
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("lengths", [(5, 1, 2, 4), (1, 1, 1, 3, 2, 4), (6, 6)])
+def test_one_row_with_gaps_equals_taps_within_documents(taps, lengths):
+    torch.manual_seed(0)
+    documents = Documents.from_lengths(lengths)
+    reach = documents.positions().view(2, 6)
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    conv = DepthwiseWeight(3, taps, bias=True).double()
+    parameters = [x, conv.weight, conv.bias]
+    grad = torch.randn_like(x)
+
+    boundaries = Boundaries.of(documents, gap=3)
+    out = conv(x, reach, None, silu=True, documents=boundaries)
+    expected = conv(x, reach, None, silu=True)
+    torch.testing.assert_close(out, expected)
+    gradients = torch.autograd.grad(out, parameters, grad)
+    expected_gradients = torch.autograd.grad(expected, parameters, grad)  # of the weight, sums in float32
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-5)
+
+    conv.requires_grad_(False)
+    frozen = conv(x, reach, None, silu=True, documents=boundaries)
+    torch.testing.assert_close(torch.autograd.grad(frozen, x, grad)[0], gradients[0])

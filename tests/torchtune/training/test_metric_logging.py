@@ -338,7 +338,7 @@ def late_metrics(**numbers):
         waits.append(1)
         return numbers
 
-    return LateMetrics(receive, is_bad=torch.tensor(False)), waits
+    return LateMetrics(receive, is_bad=torch.tensor(False), loss_is_finite=torch.tensor(True)), waits
 
 
 def test_late_metrics_take_entries_without_a_wait():

@@ -648,4 +648,8 @@ def _varlen_attention(
         repeated_v = v[:, :, None].expand(-1, -1, group, -1)
         k = repeated_k.flatten(1, 2)  # [k, n, h]
         v = repeated_v.flatten(1, 2)
-    return varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
+        # The kernel's other outputs have no gradient. Its backward pass ignores the zeros that autograd would make.
+        out.grad_fn.set_materialize_grads(False)
+    return out

@@ -18,6 +18,20 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+class SeparatedRow(NamedTuple):
+    """A row with all positions of a batch in which gaps separate the documents, for convolutions within documents.
+
+    Attributes:
+        index: place of each position in the row, int64 ``[t]``.
+        length: number of places up to the last document's end.
+        gap: number of places between two documents.
+    """
+
+    index: Tensor
+    length: int
+    gap: int
+
+
 @dataclass(frozen=True)
 class Boundaries:
     """Document boundaries for kernels, without Python values that the compiler would specialize on.
@@ -31,6 +45,7 @@ class Boundaries:
         shared: prefixes that documents share.
         num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
         kernel_chunks: chunks of a recurrent mixer's kernel, see :func:`index_chunks`; ``None`` if no layer has one.
+        separated: the documents with gaps between them; ``None`` if no layer needs them.
     """
 
     cu_seqlens: Tensor
@@ -40,6 +55,7 @@ class Boundaries:
     chunks: dict[int, "Boundaries"] = field(default_factory=dict)
     num_tokens: int | None = None
     kernel_chunks: Tensor | None = None
+    separated: SeparatedRow | None = None
 
     @classmethod
     def of(
@@ -48,6 +64,7 @@ class Boundaries:
         block_masks: Iterable[int] = (),
         chunks: Iterable[int] = (),
         kernel_chunk: int | None = None,
+        gap: int = 0,
     ) -> "Boundaries":
         """Make the boundaries of documents.
 
@@ -56,6 +73,7 @@ class Boundaries:
             block_masks: windows of the layers that run FlexAttention.
             chunks: sizes of the chunks in which layers attend.
             kernel_chunk: size of the chunks of recurrent mixers' kernel.
+            gap: number of places between documents in :attr:`separated`; 0: no layer needs it.
         """
         kernel_chunks = None
         if kernel_chunk is not None:
@@ -64,6 +82,9 @@ class Boundaries:
         for size in chunks:
             # For attention, the chunks of documents are documents.
             boundaries_of_chunks[size] = cls.of(documents.split_into_chunks(size), block_masks)
+        separated = None
+        if gap:
+            separated = separate(documents, gap)
         return cls(
             cu_seqlens=documents.cu_seqlens,
             max_length=documents.max_length,
@@ -72,6 +93,7 @@ class Boundaries:
             chunks=boundaries_of_chunks,
             num_tokens=documents.num_tokens,
             kernel_chunks=kernel_chunks,
+            separated=separated,
         )
 
 
@@ -102,10 +124,23 @@ def index_chunks(documents: Documents, size: int) -> Tensor:
     first_chunks = num_chunks.cumsum(0) - num_chunks  # [documents]
     numbers = torch.arange(len(document_of_chunk)) - first_chunks[document_of_chunk]
     indices = torch.stack([document_of_chunk, numbers], dim=1).to(torch.int32)  # [chunks, 2]
-    device = documents.cu_seqlens.device
+    return _send(indices, documents.cu_seqlens.device)
+
+
+def separate(documents: Documents, gap: int) -> SeparatedRow:
+    """Give every position of a batch a place in one row, with ``gap`` places between documents."""
+    lengths = torch.tensor(documents.lengths)
+    gaps_before = gap * torch.arange(len(lengths)).repeat_interleave(lengths, output_size=documents.num_tokens)
+    index = torch.arange(documents.num_tokens) + gaps_before
+    length = documents.num_tokens + gap * (len(lengths) - 1)
+    return SeparatedRow(_send(index, documents.cu_seqlens.device), length, gap)
+
+
+def _send(indices: Tensor, device: torch.device) -> Tensor:
+    """Copy indices from the host to the device, for which the host does not wait."""
     if device.type != "cuda":
         return indices.to(device)
-    return indices.pin_memory().to(device, non_blocking=True)  # the host does not wait for the copy
+    return indices.pin_memory().to(device, non_blocking=True)
 
 
 def check_coverage(num_covered: int, num_positions: int) -> None:

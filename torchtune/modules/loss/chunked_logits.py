@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge
 
 from torchtune.data import label_index
 from torchtune.modules._outside_graphs import outside_graphs
@@ -127,6 +128,15 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _start_of_sum(values: Tensor) -> tuple[Tensor | GradientEdge, Tensor]:
+    """Return where autograd starts to compute the gradients of the sum of ``values``, and the gradient there."""
+    node = values.grad_fn
+    if node is not None and node.name() == "_CrossEntropyBackward":
+        # It starts from the logits, which hold their gradient: a product with ones would be another pass over them.
+        return GradientEdge(*node.next_functions[0]), node.gradient.detach()
+    return values, torch.ones_like(values)
+
+
 class _Gradients:
     """Gradients of hidden states and of the projection's parameters, which are summed in at least float32.
 
@@ -156,12 +166,14 @@ class _Gradients:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
             chunk = self.hidden[rows].detach().requires_grad_(self.of_hidden is not None)  # [n, d]
             values = self.function(self.logits(chunk), rows)  # [n], one tensor or several
+            outputs = values
             if grads is None:
-                grads = torch.ones_like(values)
+                outputs, grads = _start_of_sum(values)
             inputs = list(self.parameters)
             if chunk.requires_grad:
                 inputs.insert(0, chunk)
-            input_grads = list(torch.autograd.grad(values, inputs, grads, allow_unused=True))
+            input_grads = list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
+            del outputs, grads  # they may be the logits
         if chunk.requires_grad:
             self.of_hidden[rows] = input_grads.pop(0)
         for index, grad in enumerate(input_grads):

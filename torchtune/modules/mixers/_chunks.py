@@ -1,12 +1,15 @@
 """Chunked linear attention with a decaying state: the common part of the gated delta rule and Mamba 2."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from torchtune.utils import launches_kernels
 
 CHUNK = 64  # positions; the state before each chunk is saved for the backward pass
 
@@ -44,10 +47,14 @@ class Chunks(ABC):
         v: values ``[n, n_k, r, c, h_v]``; r value heads share a key head.
         beta: write strength ``[n, n_k, r, c, 1]``.
         decay: d ``[n, n_k, r, c, c]``, 0 above the diagonal and between documents.
-        log_since_state: logarithm of the decay of the incoming state, float64 ``[n, n_k, r, c]``.
         since_state: decay of the incoming state ``[n, n_k, r, c, 1]``, 0 after a new document has begun.
         until_end: decay until the last position ``[n, n_k, r, c, 1]``, 0 in documents that end before it.
+        log_since_start: logarithm of the decay from the first state to each later one, float64 ``[b * n_v, m]``; None
+            with one chunk, or if the class does not need it.
     """
+
+    # Whether all states are one product, with a matrix of the decays between them.
+    multiplies_states: ClassVar[bool] = False
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
         key_heads = k.shape[3]
@@ -60,12 +67,33 @@ class Chunks(ABC):
         log_decays = _scalars_heads_first(
             g.float().masked_fill(resets[..., None], _CLOSED), key_heads
         )  # [n, n_k, r, c]
-        # float64, because small differences of a large cumulative sum have only about three digits in float32.
-        self.log_since_state = log_decays.cumsum(-1, dtype=torch.float64)
-        self.decay = decays_between(self.log_since_state)
-        since_state = torch.empty_like(log_decays, memory_format=torch.contiguous_format)
-        self.since_state = torch.exp(self.log_since_state, out=since_state)[..., None]
+        num_positions = log_decays.shape[-1]
+        if launches_kernels(log_decays.device):
+            # A product with a constant sums g over all pairs of positions: two launches, where five are below.
+            by_head = log_decays.flatten(1, 2)  # [n, n_v, c]
+            pairs, is_later = _pairs_of_positions(num_positions, log_decays.device)
+            sums = torch.baddbmm(is_later, by_head, pairs.expand(len(by_head), -1, -1)).view(
+                *log_decays.shape[:3], -1
+            )  # [n, n_k, r, c + c * c]
+            self.log_since_start = self._log_since_start(sums[..., num_positions - 1])
+            since_state, decay = sums.exp_().split((num_positions, num_positions**2), dim=-1)
+            self.since_state = since_state[..., None]
+            self.decay = decay.unflatten(-1, (num_positions, num_positions))
+        else:
+            # float64, because small differences of a large cumulative sum have only about three digits in float32.
+            log_since_state = log_decays.cumsum(-1, dtype=torch.float64)
+            self.log_since_start = self._log_since_start(log_since_state[..., -1])
+            self.decay = decays_between(log_since_state)
+            since_state = torch.empty_like(log_decays, memory_format=torch.contiguous_format)
+            self.since_state = torch.exp(log_since_state, out=since_state)[..., None]
         self.until_end = self.decay[..., -1, :, None]
+
+    def _log_since_start(self, log_decays: Tensor) -> Tensor | None:
+        """Sum the logarithms of the chunks' decays ``[n, n_k, r]``, for :attr:`log_since_start`."""
+        if self.num_chunks == 1 or not self.multiplies_states:
+            return None
+        by_head = self.split(log_decays).movedim(0, -1).flatten(0, 2)  # [b * n_v, m]
+        return by_head.cumsum(-1, dtype=torch.float64)
 
     @staticmethod
     @abstractmethod
@@ -82,8 +110,14 @@ class Chunks(ABC):
         return rows * value_heads * elements_of_head
 
     @abstractmethod
-    def read(self, states: Tensor, out: Tensor) -> None:
-        """Write the outputs to ``out`` ``[m, b, n_k, r, c, h_v]``, and to ``states[1:]``; ``states[0]`` is known."""
+    def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
+        """Write the outputs, and the states after the chunks.
+
+        Args:
+            states: ``[m + 1, b, ...]``, of which ``states[0]`` is known and the others are written.
+            out: where outputs are written, ``[m, b, n_k, r, c, h_v]``.
+            starts_empty: whether ``states[0]`` is zero.
+        """
 
     @abstractmethod
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,9 +164,34 @@ def decays_between(cumulative: Tensor) -> Tensor:
     return between.exp_().tril_()
 
 
+@functools.cache
+def _pairs_of_positions(c: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the constants that turn g of c positions into the logarithms of all decays.
+
+    Returns:
+        ``[c, c + c * c]``: 1 where the decay of a column has g of the row as a factor. The first c columns are the
+        decays since the incoming state, column c + i * c + j is the one between the positions i and j. And
+        ``[c + c * c]``: minus infinity where j > i, else 0.
+    """
+    position = torch.arange(c, device=device)
+    since_state = position[:, None] <= position  # [c, c]
+    is_of_pair = (position[:, None, None] > position) & since_state[:, :, None]  # [c, i, j]
+    is_later = torch.full((c, c), float("-inf"), device=device).triu(1)
+    return (
+        torch.cat([since_state, is_of_pair.flatten(1)], dim=1).float(),
+        torch.cat([is_later.new_zeros(c), is_later.flatten()]),
+    )
+
+
+@functools.cache
+def _later_positions(c: int, device: torch.device) -> Tensor:
+    """Return a matrix ``[c, c]`` by which a row of c numbers becomes the sums of each and all later ones."""
+    return torch.ones(c, c, device=device).tril_()
+
+
 def sum_of_later(x: Tensor) -> Tensor:
-    """Return the sums of each element and all later ones in the last dimension."""
-    return x.flip(-1).cumsum(-1).flip(-1)
+    """Return the sums of each element and all later ones in the last dimension of a float32 tensor."""
+    return x @ _later_positions(x.shape[-1], x.device)
 
 
 def heads_first(x: Tensor, key_heads: int) -> Tensor:
@@ -237,7 +296,11 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         for group in _groups(out.shape[1], chunks_per_group):
             chunks = kind(*map(group.of, inputs))
-            chunks.read(states[group.first : group.last + 1], group.heads_first(out, k.shape[2]))
+            chunks.read(
+                states[group.first : group.last + 1],
+                group.heads_first(out, k.shape[2]),
+                starts_empty=state is None and group.first == 0,
+            )
             del chunks  # before the next group allocates its own
         return out[:, : v.shape[1]].contiguous(), states
 

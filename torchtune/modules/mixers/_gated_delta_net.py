@@ -45,7 +45,7 @@ class _DeltaChunks(Chunks):
         """Return ``[b, n_k, r, h_k, h_v]``."""
         return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
 
-    def read(self, states: Tensor, out: Tensor) -> None:
+    def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
         written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
@@ -309,14 +309,16 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         """See the base class."""
         return None if self.kernel is None else KERNEL_CHUNK
 
+    @property
+    def conv_gap(self) -> int:
+        """See the base class."""
+        return self.conv.gap
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         values_per_key = self.num_value_heads // self.num_key_heads
         state = (batch_size, self.num_key_heads, values_per_key, self.key_dim, self.value_dim)
         conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
         return StateCache(state, conv_inputs, dtype)
-
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        return self._mix_documents(x, reach, cache, None)
 
     def _mix_documents(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
@@ -331,7 +333,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         )
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
-        mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks)
+        mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks, documents=documents)
         q, k, v = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
         q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtune.data import Documents
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.feed_forward import swiglu
 from torchtune.modules.kernels import STATE_SPACE, KernelUser
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.mixers._chunks import CHUNK, Chunks, chunked, decays_between, sum_of_later
 from torchtune.modules.mixers._mixer import RecurrentMixer, StateCache, heads_obstacle
 from torchtune.modules.mixers._short_conv import DepthwiseWeight, index_documents
@@ -25,6 +27,8 @@ class _StateSpaceChunks(Chunks):
     and after several chunks are one matrix product, too: of the decays between them, and of what the chunks write.
     """
 
+    multiplies_states = True
+
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return ``[b, n_k, r, h_v, h_k]``."""
@@ -38,11 +42,10 @@ class _StateSpaceChunks(Chunks):
         elements_of_head = max(CHUNK * CHUNK, CHUNK * value_dim, key_dim * value_dim)
         return rows * max(value_heads * elements_of_head, key_heads * CHUNK * key_dim)
 
-    def read(self, states: Tensor, out: Tensor) -> None:
+    def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
         written = self.v * self.beta  # [n, n_k, r, c, h_v], in the order of v
-        self._outer_products(self._rows(written, self.until_end), self.k, states[1:])
-        self._add_earlier(states)
+        self._write_states(self._rows(written, self.until_end), states, starts_empty)
         from_states = self._from_states(self.q, states[:-1])
         from_chunk = self._weights() @ written
         torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
@@ -71,10 +74,7 @@ class _StateSpaceChunks(Chunks):
 
         # The states before the chunks are read by q, and decay to the states after them.
         d_read = self._rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
-        d_states = torch.empty_like(states)
-        d_states[-1] = 0.0 if d_state is None else d_state
-        self._outer_products(d_read, self.q, d_states[:-1])
-        self._add_later(d_states)
+        d_states = self._d_states(d_read, states, d_state)
         d_afters = d_states[1:]
         d_cumulative[..., -1].add_((d_afters * states[1:]).sum((-2, -1)).flatten(0, 1))
 
@@ -102,27 +102,46 @@ class _StateSpaceChunks(Chunks):
         """Return the attention weights ``d(i, j) (q_i . k_j)``, ``[n, n_k, r, c, c]``."""
         return self.decay * (self.q @ self.k.mT)
 
-    def _add_earlier(self, states: Tensor) -> None:
-        """Add to each of the states ``[m + 1, b, ...]`` what the decays leave of all earlier ones."""
-        if self.num_chunks == 1:
-            states[1].addcmul_(states[0], self.since_state[..., -1:, :])
-        else:
-            self._heads(states).copy_(self._decays_of_states() @ self._heads(states))
+    def _write_states(self, written_to_after: Tensor, states: Tensor, starts_empty: bool) -> None:
+        """Compute ``states[1:]`` of ``[m + 1, b, ...]``: what chunks write, and what decays leave of earlier states.
 
-    def _add_later(self, d_states: Tensor) -> None:
-        """Add to each gradient of a state ``[m + 1, b, ...]`` what the decays leave of all later ones."""
-        if self.num_chunks == 1:
-            d_states[0].addcmul_(d_states[1], self.since_state[..., -1:, :])
-        else:
-            self._heads(d_states).copy_(self._decays_of_states().mT @ self._heads(d_states))
-
-    def _decays_of_states(self) -> Tensor:
-        """Return the decays between the states before the chunks and after the last one, ``[b * n_v, m + 1, m + 1]``.
-
-        Row i, column j: of what chunk j - 1 writes, or of the first state, in state i.
+        Args:
+            written_to_after: what positions write to the state after their chunk, ``[n, n_k, c, r * h_v]``.
+            states: of which ``states[0]`` is known.
+            starts_empty: whether ``states[0]`` is zero.
         """
-        of_chunks = self.split(self.log_since_state[..., -1]).movedim(0, -1).flatten(0, 2)  # [b * n_v, m]
-        return decays_between(F.pad(of_chunks, (1, 0)).cumsum(-1))
+        afters = states[1:]
+        if self.num_chunks == 1:
+            self._outer_products(written_to_after, self.k, afters)
+            if not starts_empty:
+                afters[0].addcmul_(states[0], self.since_state[..., -1:, :])
+            return
+        added = torch.empty_like(afters)
+        self._outer_products(written_to_after, self.k, added)
+        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(afters))
+        if not starts_empty:
+            since_start = self.log_since_start.exp().to(states.dtype)
+            self._heads(afters).addcmul_(self._heads(states[:1]), since_start[..., None])
+
+    def _d_states(self, d_read: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
+        """Compute the gradients of all states ``[m + 1, b, ...]``, each of what reads it and what later ones leave.
+
+        Args:
+            d_read: gradient of what positions read of the state before their chunk, ``[n, n_k, c, r * h_v]``.
+            states: ``[m + 1, b, ...]``.
+            d_state: gradient of the last state; None: zero.
+        """
+        d_added = torch.empty_like(states)
+        d_added[-1] = 0.0 if d_state is None else d_state
+        self._outer_products(d_read, self.q, d_added[:-1])
+        if self.num_chunks == 1:
+            d_added[0].addcmul_(d_added[1], self.since_state[..., -1:, :])
+            return d_added
+        # Between all states, of which a row with index i reads those up to column i: [b * n_v, m + 1, m + 1].
+        decays = decays_between(F.pad(self.log_since_start, (1, 0)))
+        d_states = torch.empty_like(states)
+        torch.bmm(decays.mT, self._heads(d_added), out=self._heads(d_states))
+        return d_states
 
     @staticmethod
     def _heads(states: Tensor) -> Tensor:
@@ -239,16 +258,22 @@ class _StepSizes(torch.autograd.Function):
     def backward(ctx, d_step_sizes: Tensor, d_log_decays: Tensor) -> tuple[Tensor | None, ...]:
         before_softplus, step_sizes, log_decays, rate = ctx.saved_tensors
         dt_dtype, dt_bias_dtype, a_log_dtype = ctx.dtypes
-        d_a_log = d_dt_bias = None
-        if ctx.needs_input_grad[2]:
-            d_a_log = (d_log_decays * log_decays).sum((0, 1)).to(a_log_dtype)
+        needs_parameters = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        if needs_parameters:
+            # Of a_log and dt_bias at each position, side by side, so that both sums are one operator: [2, b, s, heads].
+            gradients = torch.empty(2, *log_decays.shape, dtype=torch.float32, device=log_decays.device)
+            torch.mul(d_log_decays, log_decays, out=gradients[0])
+            d_before_softplus = gradients[1]
+        else:
+            d_before_softplus = torch.empty(log_decays.shape, dtype=dt_dtype, device=log_decays.device)
         d_step_sizes = torch.addcmul(d_step_sizes, d_log_decays, rate)
         if ctx.limits != _NO_LIMITS:
             d_step_sizes = torch.ops.aten.hardtanh_backward(d_step_sizes, step_sizes, *ctx.limits)
         # 1 and 20: the defaults of softplus, which is the identity above 20.
-        d_before_softplus = torch.ops.aten.softplus_backward(d_step_sizes, before_softplus, 1, 20)
-        if ctx.needs_input_grad[1]:
-            d_dt_bias = d_before_softplus.sum((0, 1)).to(dt_bias_dtype)
+        torch.ops.aten.softplus_backward.grad_input(d_step_sizes, before_softplus, 1, 20, grad_input=d_before_softplus)
+        d_a_log = d_dt_bias = None
+        if needs_parameters:
+            d_a_log, d_dt_bias = gradients.sum((1, 2)).to(torch.promote_types(a_log_dtype, dt_bias_dtype))
         if ctx.scale != 1.0:
             d_before_softplus = d_before_softplus * ctx.scale
         return d_before_softplus.to(dt_dtype), d_dt_bias, d_a_log, None, None
@@ -278,7 +303,7 @@ class _GatedNorm(torch.autograd.Function):
         normed, rstd = normalize(gated, eps)
         ctx.save_for_backward(x, gate, scale, rstd)
         ctx.groups = groups
-        return normed.flatten(-2).to(x.dtype) * scale
+        return torch.mul(normed.flatten(-2), scale, out=torch.empty_like(x))  # rounded once
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -289,20 +314,30 @@ class _GatedNorm(torch.autograd.Function):
         gated = (x * silu).unflatten(-1, (ctx.groups, -1))  # [..., groups, dim / groups]
 
         d_scale = None
-        if ctx.needs_input_grad[2]:
-            normed = (gated * rstd).flatten(-2)
-            d_scale = normed.mul_(grad).flatten(0, -2).sum(0).to(scale.dtype)  # [dim]
-        d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
-        d_gated = normalize_backward(d_normed, gated, rstd).flatten(-2)
+        if ctx.groups == 1 and x.is_cuda:
+            # Norm and scale have one operator, whose arguments are of one dtype.
+            d_normed = grad.float().unsqueeze(-2)  # [..., 1, dim]
+            needed = [True, ctx.needs_input_grad[2]]
+            d_gated, d_scale = torch.ops.aten._fused_rms_norm_backward(
+                d_normed, gated, gated.shape[-1:], rstd, scale.float(), needed
+            )
+        else:
+            if ctx.needs_input_grad[2]:
+                normed = (gated * rstd).flatten(-2)
+                d_scale = normed.mul_(grad).flatten(0, -2).sum(0)  # [dim]
+            d_normed = (grad * scale.float()).unflatten(-1, (ctx.groups, -1))
+            d_gated = normalize_backward(d_normed, gated, rstd)
+        d_gated = d_gated.flatten(-2)
         d_x = torch.mul(d_gated, silu, out=torch.empty_like(x))
-        d_gate = torch.ops.aten.silu_backward(d_gated.mul_(x), gate_float)
-        return d_x, d_gate.to(gate.dtype), d_scale, None, None
+        d_gate = torch.empty_like(gate)
+        torch.ops.aten.silu_backward.grad_input(d_gated.mul_(x), gate_float, grad_input=d_gate)
+        return d_x, d_gate, None if d_scale is None else d_scale.to(scale.dtype), None, None
 
 
 def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
     gated = (x * F.silu(gate.float())).unflatten(-1, (groups, -1))  # float32 [..., groups, dim / groups]
     normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
-    return normed.to(x.dtype) * scale
+    return (normed * scale).to(x.dtype)
 
 
 class GatedGroupNorm(nn.Module):
@@ -411,13 +446,20 @@ class Mamba2(RecurrentMixer, KernelUser):
         """See the base class."""
         self.kernel = STATE_SPACE.choose("Mamba 2", device, dtype, state_dim=self.state_dim)
 
+    @property
+    def conv_gap(self) -> int:
+        """See the base class."""
+        return self.conv.gap
+
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
         heads_per_group = self.num_heads // self.num_groups
         state = (batch_size, self.num_groups, heads_per_group, self.head_dim, self.state_dim)
         conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
         return StateCache(state, conv_inputs, dtype)
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
+    def _mix_documents(
+        self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
+    ) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
         gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
         factors = None
@@ -432,7 +474,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         )
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
-        mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks)
+        mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks, documents=documents)
         x, b, c = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]

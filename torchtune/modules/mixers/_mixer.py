@@ -112,8 +112,8 @@ class RecurrentMixer(nn.Module, ABC):
     """Base class of mixers with a recurrent state, which replace attention (``TransformerSelfAttentionLayer.attn``).
 
     The call signature is the same as that of attention. The state is reset where ``input_pos`` is 0: at the start of
-    each document in a packed batch, and of the text in left-padded prompts. Subclasses implement ``_mix`` and
-    ``_new_cache``.
+    each document in a packed batch, and of the text in left-padded prompts. Subclasses implement ``_new_cache`` and
+    ``_mix``, or ``_mix_documents`` if they read the boundaries of documents.
 
     Example:
         >>> issubclass(torchtune.modules.mixers.ShortConv, torchtune.modules.mixers.RecurrentMixer)
@@ -148,7 +148,11 @@ class RecurrentMixer(nn.Module, ABC):
         """Number of positions in a chunk of this mixer's kernel; None without a kernel that takes their indices."""
         return None
 
-    @abstractmethod
+    @property
+    def conv_gap(self) -> int:
+        """Number of places between documents that the mixer's convolution needs to compute them all as one row."""
+        return 0
+
     def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
         """Mix ``[b, s, d]``.
 
@@ -157,11 +161,12 @@ class RecurrentMixer(nn.Module, ABC):
             reach: ``[b, s]``, number of earlier positions in the same document.
             cache: cache with earlier positions, or None.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither _mix nor _mix_documents: implement _mix.")
 
     def _mix_documents(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
-        """Mix as :meth:`_mix` does; mixers with kernels that read the lengths of documents override it.
+        """Mix as :meth:`_mix` does; mixers that read the boundaries of documents override it.
 
         Args:
             x: hidden states ``[b, s, d]``.

@@ -226,7 +226,7 @@ def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     activated = gate * torch.sigmoid(_CLAMPED_SLOPE * gate)
-    return activated * (up + 1)
+    return torch.addcmul(activated, activated, up)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):

@@ -5,6 +5,7 @@ Quantized experts are decoded by group of experts, in the forward pass and again
 done before the next is decoded.
 """
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from torchtune.modules.kernels.grouped import RowGroups, grouped_mm, grouped_outer, repeat_by_group, sum_by_group
 from torchtune.modules.low_precision.formats import Stored
+from torchtune.utils import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from torchtune.modules.moe.experts import GroupedExperts
@@ -85,13 +87,18 @@ class _Rows:
         self._copies: Tensor | None = None
         if order is not None:
             self._copies = order[group.rows]
+        self._row_scores: dict[torch.dtype, Tensor] = {}
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows out of ``x``, which has a row for each row, or for each token."""
         if self._copies is None:
             return x[self.slice]
-        copies_per_token = self._all_scores.shape[1]
-        return x.index_select(0, self._copies // copies_per_token)
+        return x.index_select(0, self._tokens)
+
+    @functools.cached_property
+    def _tokens(self) -> Tensor:
+        """The token of each row, ``[r]``, if rows are copies of tokens."""
+        return self._copies // self._all_scores.shape[1]
 
     def scatter(self, rows: Tensor, out: Tensor) -> None:
         """Write a value of each row to its place among those of all rows."""
@@ -104,8 +111,10 @@ class _Rows:
         """Return the scores of the rows ``[r, 1]``, None if there are none."""
         if self._copies is None:
             return None
-        scores = self._all_scores.flatten().index_select(0, self._copies)  # [r]
-        return scores.unsqueeze(1).to(dtype)
+        if dtype not in self._row_scores:
+            row_scores = self._all_scores.flatten().index_select(0, self._copies)
+            self._row_scores[dtype] = row_scores.unsqueeze(1).to(dtype)
+        return self._row_scores[dtype]
 
 
 class _Parameter(NamedTuple):
@@ -224,6 +233,7 @@ class _Call:
         self.groups = groups
         self.saves_projected = saves_projected
         self.inputs_node: Any = None  # node of _SaveInputs
+        self._kept_rows: _Rows | None = None
         self.random_state: _RandomState | None = None  # of the forward pass, if it draws dropout
 
     def compute(
@@ -234,11 +244,16 @@ class _Call:
         num_rows = len(x)
         if scores is not None:
             num_rows = scores.numel()  # a row for each copy of a token
+        # The indices of rows take little memory and a launch each. Hooks on saved tensors are those of checkpointing
+        # and offloading, which keep nothing on the device.
+        keeps_rows = self.inputs_node is not None and len(self.groups) == 1 and saved_tensor_hooks() is None
         out: Tensor | None = None
         projected: list[Tensor] = []
         for group in self.groups:
             weights = self.weights.of_group(tensors, group)
             rows = _Rows(group, counts, scores, order)
+            if keeps_rows:
+                self._kept_rows = rows
             inputs = rows.gather(x)
             projected = []  # [r, h] each
             for name in experts.input_matrices:
@@ -260,6 +275,14 @@ class _Call:
             by_token = out.view(*scores.shape, -1)  # [t * k, d] -> [t, k, d]
             out = by_token.sum(1)
         return out, projected
+
+    def rows_of(self, group: _Group, counts: Tensor, scores: Tensor | None, order: Tensor | None) -> _Rows:
+        """Return the rows of a group in the backward pass: those of the forward pass if they were kept."""
+        if self._kept_rows is None:
+            return _Rows(group, counts, scores, order)
+        rows = self._kept_rows
+        self._kept_rows = None
+        return rows
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -329,7 +352,7 @@ class _FrozenExperts(torch.autograd.Function):
         same_random_numbers = nullcontext() if call.random_state is None else call.random_state.repeated()
         with same_random_numbers:
             for group in call.groups:
-                rows = _Rows(group, counts, scores, order)
+                rows = call.rows_of(group, counts, scores, order)
                 gradients = _backward_of_group(
                     call.experts,
                     rows,

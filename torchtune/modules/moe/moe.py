@@ -100,23 +100,28 @@ class TokenChoiceTopKRouter(nn.Module):
             # RMSNorm makes a token √d long: the factor makes it as long as 1.
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x)  # [t, e]
-        if self.score_function == "sigmoid":
-            scores = logits.float().sigmoid()
+        scores = None  # of all experts, [t, e]
+        if self._needs_selected_only():
+            top_logits, selected = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
+            chosen = top_logits.softmax(-1)
         else:
-            scores = logits.softmax(-1, dtype=torch.float32)
-        if self.selection_bias is None and self.top_groups == self.groups:
-            chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
-        else:
-            # Bias and groups decide which experts are selected; the scores of these stay as they are.
-            selection_scores = scores  # [t, e]
-            if self.selection_bias is not None:
-                selection_scores = selection_scores + self.selection_bias
-            if self.top_groups != self.groups:
-                selection_scores = self._without_other_groups(selection_scores)
-            selected = selection_scores.topk(self.experts_per_token, dim=-1).indices  # [t, k]
-            chosen = scores.gather(-1, selected)  # [t, k]
-        if self.normalize:
-            chosen = _Normalize.apply(chosen, self.sum_eps)
+            if self.score_function == "sigmoid":
+                scores = logits.float().sigmoid()
+            else:
+                scores = logits.softmax(-1, dtype=torch.float32)
+            if self.selection_bias is None and self.top_groups == self.groups:
+                chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
+            else:
+                # Bias and groups decide which experts are selected; the scores of these stay as they are.
+                selection_scores = scores  # [t, e]
+                if self.selection_bias is not None:
+                    selection_scores = selection_scores + self.selection_bias
+                if self.top_groups != self.groups:
+                    selection_scores = self._without_other_groups(selection_scores)
+                selected = selection_scores.topk(self.experts_per_token, dim=-1).indices  # [t, k]
+                chosen = scores.gather(-1, selected)  # [t, k]
+            if self.normalize:
+                chosen = _Normalize.apply(chosen, self.sum_eps)
         if self.scale != 1.0:
             chosen = chosen * self.scale
         if self.expert_scale is not None:
@@ -134,6 +139,15 @@ class TokenChoiceTopKRouter(nn.Module):
                     probabilities = scores / scores.sum(-1, keepdim=True)
                 chosen = self.balance.attach(chosen, probabilities, counts)
         return chosen, selected, counts
+
+    def _needs_selected_only(self) -> bool:
+        """Return whether the scores of the other experts have no effect.
+
+        A softmax over all experts, divided by its sum over the selected ones, is a softmax over these.
+        """
+        is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
+        selects_by_score = self.selection_bias is None and self.top_groups == self.groups
+        return is_softmax_of_selected and selects_by_score and self.balance is None
 
     def _without_other_groups(self, scores: Tensor) -> Tensor:
         """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
@@ -309,10 +323,11 @@ class MoE(nn.Module):
         """
         copies = scores.shape[1]  # k, a copy for each selected expert
         inverse = invert_permutation(order)
-        rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.scales_input:
-            row_scores = permute_rows(scores.flatten(), order, inverse)  # [t * k]
-            rows = rows * row_scores.unsqueeze(-1).to(rows.dtype)
+            scaled = tokens.unsqueeze(1) * scores.unsqueeze(-1).to(tokens.dtype)  # [t, k, d]
+            rows = permute_rows(scaled.flatten(0, 1), order, inverse)  # [t * k, d]
+        else:
+            rows = permute_rows(tokens, order, inverse, copies)  # [t * k, d]
         if self.exchange is None:
             rows = self.experts(rows, counts)
         else:

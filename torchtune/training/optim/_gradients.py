@@ -5,7 +5,7 @@ A step is left out if its gradients are not finite; on a CUDA device, the device
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ def _norm_over_ranks(grads: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float = 1.0) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float | Tensor = 1.0) -> Tensor:
     """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
 
     The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
@@ -60,8 +60,9 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
     Args:
         parameters: parameters; parameters without a gradient are skipped.
         max_norm: maximum norm; None only computes the norm.
-        loss_scale: factor of all gradients, see :class:`~torchtune.training.LossScaler`. It is taken out of the norm
-            and of gradients that are not float16; those of float16 keep it, because small ones would round to zero.
+        loss_scale: factor of all gradients, see :class:`~torchtune.training.LossScaler`: a number, or a scalar on the
+            device of the gradients. It is taken out of the norm and of gradients that are not float16; those of float16
+            keep it, because small ones would round to zero.
 
     Returns:
         Scalar tensor: the norm before clipping, without the loss scale.
@@ -84,9 +85,11 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
         grads_by_layout.setdefault((sharding, reduced.device, reduced.dtype), []).append(reduced)
     norms = [_norm_over_ranks(same_layout) for same_layout in grads_by_layout.values()]
     norm = _norm_of_norms(norms or [torch.zeros(())])
-    if loss_scale != 1.0:
+    # Of a scale on the device, the host does not know whether it is 1.
+    is_scaled = isinstance(loss_scale, Tensor) or loss_scale != 1.0
+    if is_scaled:
         norm = norm / loss_scale
-    if max_norm is None and loss_scale == 1.0:
+    if max_norm is None and not is_scaled:
         return norm
 
     if max_norm is None:
@@ -95,7 +98,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch: 1e-6 is for a norm of 0
     for (device, dtype), same_kind in _by_device_and_dtype(grads).items():
         factor = clip
-        if loss_scale != 1.0 and dtype != torch.float16:
+        if is_scaled and dtype != torch.float16:
             factor = clip / loss_scale
         shards = [own_part(grad) for grad in same_kind]
         torch._foreach_mul_(shards, factor.to(device))
@@ -112,6 +115,13 @@ def _by_device_and_dtype(
     return groups
 
 
+class _DeviceScale(NamedTuple):
+    """Factor of the loss, float32, and number of steps since it changed, int32: scalars on the device."""
+
+    factor: Tensor
+    good_steps: Tensor
+
+
 class LossScaler:
     """Scales the loss of a float16 model, so that small gradients do not round to zero.
 
@@ -120,12 +130,15 @@ class LossScaler:
     step whose gradients overflow is skipped by :class:`~torchtune.supervision.StepGuard`, and halves the factor; 2,000
     steps without an overflow double it. With other dtypes the factor is 1 and stays 1.
 
+    Where the device decides on steps (:class:`~torchtune.training.DeviceSkips`), the factor is a scalar on the device,
+    which follows the same rule. The host follows it when it learns of the step, with the same result.
+
     Args:
         optimizer: from :func:`~torchtune.training.setup_optimizer`.
         dtype: dtype of the model.
 
     Attributes:
-        factor: factor of the loss.
+        decided_factor: factor after the last step of which the host knows the outcome.
 
     Raises:
         UserError: float16 with an optimizer that steps in the backward pass, or in float16.
@@ -141,8 +154,9 @@ class LossScaler:
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
         self.is_enabled = dtype == torch.float16
-        self.factor = 1.0
+        self.decided_factor = 1.0
         self._good_steps = 0
+        self._on_device: _DeviceScale | None = None  # while the device decides
         self._optimizers: list[LowPrecisionOptimizer] = []
         if not self.is_enabled:
             return
@@ -161,49 +175,92 @@ class LossScaler:
                         "optimizer_precision: param_dtype would step in fp16, in which updates are lost: set "
                         "optimizer_precision=fp32_master for dtype fp16."
                     )
-        self._set(self.START)
+        self.decided_factor = self.START
+        self._tell_optimizers()
 
-    def _set(self, factor: float) -> None:
-        """Set the factor here, and where the optimizers take it out of the gradients."""
-        self.factor = factor
+    @property
+    def factor(self) -> float | Tensor:
+        """Factor of the loss: a number, or a scalar on the device that decides on steps."""
+        if self._on_device is None:
+            return self.decided_factor
+        return self._on_device.factor
+
+    def _tell_optimizers(self) -> None:
+        """Set the factor that optimizers take out of the next gradients."""
         for optimizer in self._optimizers:
-            optimizer.loss_scale = factor
+            optimizer.loss_scale = self.factor
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss, scaled if the model is in float16."""
         if not self.is_enabled:
             return loss
+        # Only now: until its optimizer step, the gradients of the step before have the factor before its update.
+        self._tell_optimizers()
         return loss * self.factor
 
     @property
     def can_shrink(self) -> bool:
         """Whether an overflow can be avoided by a smaller factor."""
-        return self.is_enabled and self.factor > 1.0
+        return self.is_enabled and self.decided_factor > 1.0
 
-    def update(self, *, has_overflowed: bool) -> None:
-        """Adapt the factor after a step; equal on all ranks, as the norm of the gradients is."""
+    def update(self, *, has_overflowed: bool, was_decided_by_device: bool = False) -> None:
+        """Adapt the factor after a step; equal on all ranks, as the norm of the gradients is.
+
+        Args:
+            has_overflowed: whether the gradients are not finite, although the loss is.
+            was_decided_by_device: whether :meth:`update_on_device` has adapted it already, on the device.
+        """
         if not self.is_enabled:
             return
+        if not was_decided_by_device:
+            self._on_device = None
         if has_overflowed:
             self._good_steps = 0
-            self._set(max(1.0, self.factor / 2))
+            self.decided_factor = max(1.0, self.decided_factor / 2)
             return
         self._good_steps += 1
         if self._good_steps == self.STEPS_TO_DOUBLE:
             self._good_steps = 0
-            self._set(self.factor * 2)
+            self.decided_factor *= 2
+
+    def update_on_device(self, *, is_bad: Tensor, loss_is_finite: Tensor) -> None:
+        """Adapt the factor as :meth:`update` will, before the host knows the outcome of the step.
+
+        Args:
+            is_bad: bool scalar, whether loss or gradients are not finite.
+            loss_is_finite: bool scalar.
+        """
+        if not self.is_enabled:
+            return
+        before = self._on_device
+        if before is None:
+            before = _DeviceScale(
+                factor=torch.full((), self.decided_factor, dtype=torch.float32, device=is_bad.device),
+                good_steps=torch.full((), self._good_steps, dtype=torch.int32, device=is_bad.device),
+            )
+        # A loss that is not finite changes neither of them.
+        has_overflowed = is_bad & loss_is_finite
+        good_steps = (before.good_steps + ~is_bad).masked_fill(has_overflowed, 0)
+        doubles = good_steps == self.STEPS_TO_DOUBLE
+        larger = torch.where(doubles, before.factor * 2, before.factor)
+        smaller = (before.factor / 2).clamp(min=1.0)
+        self._on_device = _DeviceScale(
+            factor=torch.where(has_overflowed, smaller, larger), good_steps=good_steps.masked_fill(doubles, 0)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor and the number of steps since it changed; empty if the model is not in float16."""
         if not self.is_enabled:
             return {}
-        return {"factor": self.factor, "good_steps": self._good_steps}
+        return {"factor": self.decided_factor, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`; a run that was not in float16 begins anew."""
         if self.is_enabled and state:
             self._good_steps = int(state["good_steps"])
-            self._set(float(state["factor"]))
+            self.decided_factor = float(state["factor"])
+            self._on_device = None
+            self._tell_optimizers()
 
 
 @torch.no_grad()

@@ -91,7 +91,8 @@ class LowPrecisionOptimizer(Optimizer):
 
     Attributes:
         precision: ``stochastic_rounding`` or ``fp32_master``.
-        loss_scale: factor of float16 gradients, which are divided by it in float32.
+        loss_scale: factor of float16 gradients, which are divided by it in float32: a number, or a scalar on the
+            device.
         state_format: ``8bit``, ``4bit`` or ``fp8`` if states of large parameters are low-bit; otherwise None.
         num_steps: number of steps, on which the rounding depends.
         found_inf: float32 scalar on the device of the parameters; a step changes nothing where it is not zero. None
@@ -124,7 +125,7 @@ class LowPrecisionOptimizer(Optimizer):
         self.state_format: str | None = None
         if low_bit is not None:
             self.state_format = low_bit.name
-        self.loss_scale = 1.0
+        self.loss_scale: float | Tensor = 1.0
         self.found_inf: Tensor | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Some optimizers, such as Adagrad, make their states when they are built.
@@ -401,6 +402,8 @@ class LowPrecisionOptimizer(Optimizer):
         state = self.state[parameter]
         state_before = dict(state)  # every piece starts from the same scalars
         masters = state_before.pop(_MASTER, weights)
+        # Of a scale on the device, the host does not know whether it is 1.
+        is_scaled = isinstance(self.loss_scale, Tensor) or self.loss_scale != 1.0
         for piece in self._pieces(weights):
             weight = _cut(weights, piece)
             master = _cut(masters, piece)
@@ -419,7 +422,7 @@ class LowPrecisionOptimizer(Optimizer):
                     step_state[key] = value
             step_weight = self._stand_in(parameter, master, weight)
             step_grad = self._stand_in(parameter, grad, weight)
-            if grad.dtype == torch.float16 and self.loss_scale != 1.0:
+            if grad.dtype == torch.float16 and is_scaled:
                 step_grad = step_grad / self.loss_scale
 
             settings_after, step_state = self._run_base_optimizer(settings, step_weight, step_grad, step_state)

@@ -438,3 +438,14 @@ def test_batch_without_labels_has_no_accuracy():
         hidden, torch.full_like(labels, -100), make_head(weight).output, metrics=metrics
     )
     assert metrics == {"token_accuracy": (0, 0), "entropy": (0, 0)}
+
+
+def test_logits_that_hold_their_gradient_are_not_multiplied_by_ones():
+    hidden, weight, labels = inputs(torch.float32)
+    head = make_head(weight)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        LinearCrossEntropyLoss(num_output_chunks=1).sum_and_count(hidden, labels, head.output)
+    num_labels = int((labels != -100).sum())
+    for event in profile.events():
+        if event.name == "aten::mul_":
+            assert [num_labels, VOCAB] not in event.input_shapes

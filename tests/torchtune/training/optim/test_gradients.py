@@ -72,6 +72,64 @@ def test_an_overflow_halves_the_scale_and_many_good_steps_double_it():
         assert loss_scaler.factor == 65536.0
 
 
+def test_the_scale_on_the_device_follows_the_host(monkeypatch):
+    """Overflows, losses that are not finite, and a run of good steps: the factor and the count to the bit."""
+    monkeypatch.setattr(LossScaler, "STEPS_TO_DOUBLE", 3)
+    by_host, by_device = (LossScaler(training.setup_optimizer(SGD, make_model()), torch.float16) for _ in range(2))
+    outcomes = ["overflow"] * 18 + ["good", "good", "bad loss", "good", "good", "overflow"] + ["good"] * 8
+    for outcome in outcomes:
+        if outcome != "bad loss":
+            by_host.update(has_overflowed=outcome == "overflow")
+        by_device.update_on_device(
+            is_bad=torch.tensor(outcome != "good"), loss_is_finite=torch.tensor(outcome != "bad loss")
+        )
+        assert isinstance(by_device.factor, torch.Tensor)
+        assert by_device.factor.item() == by_host.factor
+        # The host learns of the step later, and goes on to the same factor.
+        if outcome != "bad loss":
+            by_device.update(has_overflowed=outcome == "overflow", was_decided_by_device=True)
+        assert by_device.state_dict() == by_host.state_dict()
+    assert by_host.factor == 4.0
+    loss = torch.tensor(2.0)
+    assert torch.equal(by_device.scale(loss), by_host.scale(loss))
+    # Another step that the host decides.
+    for scaler in (by_host, by_device):
+        scaler.update(has_overflowed=True)
+    assert by_device.factor == by_host.factor == 2.0
+
+
+def test_a_scale_on_the_device_is_taken_out_of_gradients():
+    results = []
+    for factor in (1024.0, torch.tensor(1024.0)):
+        model = make_model()
+        optimizer = training.setup_optimizer(SGD, model)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 2048.0)
+        optimizer.loss_scale = factor
+        norm = training.clip_grad_norm_(model.parameters(), 1.0, factor)
+        optimizer.step()
+        results.append([norm, *model.parameters()])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_a_doubled_scale_begins_with_the_next_gradients(monkeypatch, tmp_path):
+    """The step that doubles it still has gradients with the scale before."""
+    weights = []
+    for steps_to_double in (1, 2):
+        monkeypatch.setattr(LossScaler, "STEPS_TO_DOUBLE", steps_to_double)
+        model = make_model()
+        optimizer = training.setup_optimizer(SGD, model)
+        scaler = LossScaler(optimizer, torch.float16)
+        guard = StepGuard(supervision.StepMetrics(), Loader(), training.ParallelDims(), tmp_path, 2, scaler=scaler)
+        scaler.load_state_dict({"factor": 16.0, "good_steps": 0})
+        scaler.scale(model[0](torch.ones(1, 8, dtype=torch.float16)).float().sum()).backward()
+        norm = training.clip_grad_norm_(model.parameters(), None, scaler.factor)
+        assert guard.accepts(1, {"loss": 1.0, "grad_norm": norm})
+        optimizer.step()
+        weights.append(list(model.parameters()))
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_have_no_scale(dtype):
     scaler, loss = LossScaler(training.setup_optimizer(SGD, make_model(dtype)), dtype), torch.tensor(2.0)

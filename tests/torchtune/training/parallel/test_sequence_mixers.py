@@ -13,7 +13,8 @@ from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import build, write_folder
 from tests.torchtune.models.families import FAMILIES
 from torchtune.checkpoints import FullModelHFCheckpointer
-from torchtune.data import collate_documents
+from torchtune.data import Documents, collate_documents
+from torchtune.modules.kernels.documents import Boundaries
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.mixers import GatedDeltaNet, Mamba2, ShortConv
 from torchtune.modules.parallel import SequenceShare
@@ -56,10 +57,12 @@ def inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, grad, torch.stack(rows)
 
 
-def compute(module: nn.Module, x: Tensor, grad: Tensor, positions: Tensor) -> dict[str, Tensor]:
+def compute(
+    module: nn.Module, x: Tensor, grad: Tensor, positions: Tensor, documents: Boundaries | None = None
+) -> dict[str, Tensor]:
     """Output, and gradients of input and parameters."""
     x = x.clone().requires_grad_()
-    out = module(x, input_pos=positions)
+    out = module(x, input_pos=positions, documents=documents)
     out.backward(grad)
     return {"out": out.detach(), "x": x.grad} | {name: weight.grad for name, weight in module.named_parameters()}
 
@@ -70,7 +73,11 @@ def on_ranks(folder: Path) -> None:
         for name in LENGTHS:
             module = mixer(kind)
             module.share = SequenceShare(dist.group.WORLD)
-            values = compute(module, *(tensor.chunk(size, dim=1)[rank] for tensor in inputs(name)))
+            # As on a CUDA device, where the boundaries of the whole sequence are known.
+            documents = Documents.from_lengths([*LENGTHS[name], *LENGTHS[name][::-1]])
+            boundaries = Boundaries.of(documents, gap=module.conv_gap)
+            shards_of_inputs = [tensor.chunk(size, dim=1)[rank] for tensor in inputs(name)]
+            values = compute(module, *shards_of_inputs, boundaries)
             for parameter in values.keys() - {"out", "x"}:
                 dist.all_reduce(values[parameter])  # as FSDP does
             shards: list[Any] = [None] * size
