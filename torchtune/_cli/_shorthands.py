@@ -158,26 +158,19 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
     settings: list[str] = []
     for key, name in shorthands.items():
         section = document.data.get(_MODELS.get(key, "dataset"))
-        if key == "data":
-            if section is None or "data" in document.data:  # a setting of the user's own recipe
-                other_overrides.append(f"data={name}")
-            else:
-                data_settings = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
-                if recipe_name is not None and any(setting.startswith("recipe=") for setting in data_settings):
-                    raise UserError(
-                        f"data={name}: the recipe {recipe_name} does not train on such rows: leave out its name, so "
-                        "that they choose the recipe."
-                    )
-                settings += data_settings
-            continue
-        # A model of another builder, or a dotted path: the value of a setting and not a checkpoint.
-        builds_from_checkpoint = isinstance(section, Mapping) and section.get("_component_") in _MODEL_BUILDERS
-        is_path = name.endswith(".gguf") or os.path.exists(name)
-        is_component = not is_path and _COMPONENT.fullmatch(name) is not None
-        if builds_from_checkpoint and not is_component:
+        if key == "data" and section is not None and "data" not in document.data:
+            data_settings = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+            chooses_recipe = any(setting.startswith("recipe=") for setting in data_settings)
+            if recipe_name is not None and chooses_recipe:
+                raise UserError(
+                    f"data={name}: the recipe {recipe_name} does not train on such rows: leave out its name, so that "
+                    "they choose the recipe."
+                )
+            settings += data_settings
+        elif key in _MODELS and _names_checkpoint(section, name):
             folder = _checkpoint_folder(key, name)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
-        else:
+        else:  # a setting of the user's own recipe, or a model's builder
             other_overrides.append(f"{key}={name}")
     expanded = [*settings, *other_overrides]
     if held_out is not None:
@@ -221,6 +214,19 @@ def _separate_shorthands(overrides: list[str]) -> tuple[dict[str, str], list[str
         else:
             other_overrides.append(override)
     return shorthands, other_overrides
+
+
+def _names_checkpoint(section: Any, name: str) -> bool:
+    """Return whether the value of a model's section is a checkpoint, and not the dotted path of a builder.
+
+    Args:
+        section: section of the model in the config, which builds it from a checkpoint or with sizes of its own.
+        name: value of the shorthand.
+    """
+    if not isinstance(section, Mapping) or section.get("_component_") not in _MODEL_BUILDERS:
+        return False
+    is_path = name.endswith(".gguf") or os.path.exists(name)
+    return is_path or _COMPONENT.fullmatch(name) is None
 
 
 def _say(topic: str, text: str) -> None:
