@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.devices import DEVICE
 from torchtune.data import Documents
 from torchtune.models import Description, build
 from torchtune.models._mixers import DeltaNetMixer
@@ -305,7 +306,7 @@ def test_convolution_and_its_gradients_stay_within_documents(taps, lengths):
 @pytest.mark.parametrize("lengths", [(5, 1, 2, 4), (1, 1, 1, 3, 2, 4), (6, 6)])
 def test_one_row_with_gaps_equals_taps_within_documents(taps, lengths):
     torch.manual_seed(0)
-    documents = Documents.from_lengths(lengths)
+    documents = Documents.from_lengths(lengths, DEVICE)
     reach = documents.positions().view(2, 6)
     x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
     conv = DepthwiseWeight(3, taps, bias=True).double()

@@ -233,7 +233,7 @@ def test_host_waits_in_no_step(precision, dtype, tmp_path, monkeypatch):
     scaler = training.LossScaler(optimizer, dtype)
     skips = training.DeviceSkips(optimizer, model)
     guard = supervision.StepGuard(metrics, Loader(), dims, tmp_path, 100, None, scaler, skips)
-    # A step that is left out reads its losses for the record. Kernels may compute nothing here: they can be anything.
+    # A step that is left out reads its losses for the record. Kernels may compute nothing here.
     monkeypatch.setattr(guard, "_rows_to_record", lambda step_data: [])
     received = []
     wait = LateExchange.wait

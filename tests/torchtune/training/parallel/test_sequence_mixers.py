@@ -74,7 +74,7 @@ def on_ranks(folder: Path) -> None:
             module = mixer(kind)
             module.share = SequenceShare(dist.group.WORLD)
             # As on a CUDA device, where the boundaries of the whole sequence are known.
-            documents = Documents.from_lengths([*LENGTHS[name], *LENGTHS[name][::-1]])
+            documents = Documents.from_lengths([*LENGTHS[name], *LENGTHS[name][::-1]], DEVICE)
             boundaries = Boundaries.of(documents, gap=module.conv_gap)
             shards_of_inputs = [tensor.chunk(size, dim=1)[rank] for tensor in inputs(name)]
             values = compute(module, *shards_of_inputs, boundaries)
