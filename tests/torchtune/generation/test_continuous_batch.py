@@ -229,7 +229,9 @@ def test_continued_sequence_sees_an_image_of_its_new_turn(tmp_path):
     vision = model.description.vision
     patches = torch.randn(4 * vision.merge**2, vision.patch_values, generator=torch.Generator().manual_seed(0))
     images = Images(patches, ((1, 2 * vision.merge, 2 * vision.merge),))  # 2 x 2 tokens
-    conversation = [[31, 41, 59, 26, 53, 58, 97, 93]]  # the first turn; then with its answer, the new turn and the answer to it
+    conversation = [
+        [31, 41, 59, 26, 53, 58, 97, 93]
+    ]  # the first turn; then with its answer, the new turn and the answer to it
 
     def more(batch):
         if len(conversation) > 1 or len(conversation[0]) < 8 + 3:
