@@ -85,8 +85,7 @@ def compare_models(first: Iterable[Tensor], second: Iterable[Tensor]) -> Compari
         total_variance += p.var(-1, correction=0).sum()
         log_p = p.log_softmax(-1)
         log_q = q.log_softmax(-1)
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)  # [s]
-        total_kl += kl.sum()
+        total_kl += (log_p.exp() * (log_p - log_q)).sum()
         num_logits += p.numel()
         tokens += len(p)
         has_equal_argmax = p.argmax(-1) == q.argmax(-1)  # [s]

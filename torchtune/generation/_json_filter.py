@@ -238,7 +238,7 @@ class _Elements(_Item):
 
     def _next(self) -> "_Elements":
         # Beyond both bounds the number does not matter, and equal states share their allowed tokens.
-        bound = max(self.node.min_items, self.node.max_items or 0, 1)
+        bound = max(self.node.min_items, self.node.max_items or 1)
         return _Elements(self.node, min(self.count + 1, bound))
 
 

@@ -220,3 +220,18 @@ def test_new_rows_that_do_not_continue_the_vocabulary_are_refused(ids, tmp_path)
     (saved / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="do not continue the vocabulary of the base with its 320 rows"):
         load(source, LORA, adapter_checkpoint=saved)
+
+
+@pytest.mark.parametrize("ids", [list(range(OLD, ROWS)), list(range(OLD, ROWS - 1))], ids=["of the rows", "others"])
+def test_ids_of_new_rows_may_be_a_list(ids, tmp_path):
+    """peft takes a list instead of lists by module; it has to name the rows of the file all the same."""
+    source = write_folder(tmp_path / "in")
+    store, model = grown(source)
+    saved = store.save("step_1", model, contents="adapter")
+    settings = read(saved / "adapter_config.json") | {"trainable_token_indices": ids}
+    (saved / "adapter_config.json").write_text(json.dumps(settings))
+    if ids == list(range(OLD, ROWS)):
+        close(logits(load(source, LORA, adapter_checkpoint=saved).eval()), logits(model.eval()))
+    else:
+        with pytest.raises(CheckpointError, match="trainable_token_indices"):
+            load(source, LORA, adapter_checkpoint=saved)

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.torchtune.checkpoints.small import refusal, resume, same_bits, started, write_folder
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
+from torchtune.checkpoints._state import load_state
 from torchtune.data import BatchLoader
 from torchtune.training import (
     GroupedOptimizer,
@@ -80,6 +81,21 @@ def test_every_kind_of_value_is_restored(source, tmp_path):
     state = {"progress": {"a/b": torch.tensor(7)}, "values": values}
     checkpointer.save("step_1", model, state=state)
     assert equal(resume(checkpointer, model, values={}), state)
+
+
+def test_new_ranks_draw_numbers_of_their_own_from_the_generators_of_rank_0(source, tmp_path):
+    checkpointer, model = started(source, output=tmp_path / "out")
+    torch.manual_seed(3)
+    saved = checkpointer.save("step_1", model, state={"progress": {}, "rng": RNGState()})
+    expected = torch.rand(4).tolist()
+
+    def numbers_of(rank: int) -> list[float]:
+        load_state({"progress": {}, "rng": RNGState()}, dict(model.named_parameters()), saved, rank)
+        return torch.rand(4).tolist()
+
+    assert numbers_of(0) == expected
+    assert numbers_of(1) == numbers_of(1)
+    assert len({tuple(numbers_of(rank)) for rank in range(3)}) == 3
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", {(1, 2): 3}, torch.float32], ids=lambda v: str(type(v)))

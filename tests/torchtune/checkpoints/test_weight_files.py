@@ -9,6 +9,7 @@ import torch
 
 from tests.torchtune.checkpoints.small import load, same_bits, stored, write_folder
 from torchtune.checkpoints import CheckpointError
+from torchtune.checkpoints._weight_files import open_weight_files
 
 
 @pytest.fixture
@@ -27,6 +28,11 @@ def test_torch_files_are_read(folder, shards, zipped):
         name = "pytorch_model.bin" if shards == 1 else f"pytorch_model-{number + 1:05d}-of-{shards:05d}.bin"
         torch.save(dict(tensors[number::shards]), folder / name, _use_new_zipfile_serialization=zipped)
     assert same_bits(load(folder).state_dict(), expected)
+
+
+def test_location_of_a_file_with_a_single_tensor_is_its_folder(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    assert open_weight_files([tmp_path / "pytorch_model.bin"]).location() == tmp_path
 
 
 class _RunsCode:

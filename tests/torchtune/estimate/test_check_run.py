@@ -182,6 +182,15 @@ def test_a_tensor_of_another_shape_is_found_without_reading_it(folder, tmp_path)
     assert "has the shape [32, 64] where the model needs [32, 96]" in problems[0]
 
 
+def test_a_teacher_of_other_shapes_is_found(folder, tmp_path):
+    described = json.loads((folder / "checkpoint" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "intermediate_size": 96}))
+    problems = find_problems(
+        settings("knowledge_distillation_single_device", folder, f"teacher_model.checkpoint_dir={tmp_path}")
+    )
+    assert any("teacher/model.safetensors: the tensor" in problem for problem in problems), problems
+
+
 @pytest.mark.parametrize("logger", ["WandBLogger", "CometLogger", "MLFlowLogger", "TrackioLogger"])
 def test_a_logger_whose_package_is_missing_is_found(logger, folder, monkeypatch):
     names = {"WandBLogger": "wandb", "CometLogger": "comet_ml", "MLFlowLogger": "mlflow", "TrackioLogger": "trackio"}

@@ -9,7 +9,7 @@ from tests.recipes.runs import load_recipe, write_config
 from torchtune.config import load_and_check
 from torchtune.data import Batch, collate_preference
 from torchtune.estimate import SimulationError
-from torchtune.estimate._ledger import highest_by_phase
+from torchtune.estimate._ledger import Peak, highest_by_phase
 from torchtune.estimate._simulate import simulate
 from torchtune.rlhf.loss import AnswerLoss
 from torchtune.rlhf.loss._base import total_and_metrics
@@ -44,12 +44,12 @@ def answers_of(rows: list[Any]) -> Batch:
     return collate_preference(answers)
 
 
-def simulated(name: str, folder: Path, **settings: Any) -> dict[str, int]:
-    """Peak of every phase, in bytes."""
+def simulated(name: str, folder: Path, **settings: Any) -> dict[str, Peak]:
+    """Peak of every phase."""
     main = load_recipe(name, folder).recipe_main
     config = write_config(name, folder, folder / "never", tokenizer__max_seq_len=32, **settings)
     ledger = simulate(main, load_and_check(config, [], main)).ledger
-    return {phase: peak.total for phase, peak in highest_by_phase(ledger.peaks()).items()}
+    return highest_by_phase(ledger.peaks())
 
 
 IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
@@ -69,7 +69,10 @@ IMAGES = "torchtune.data.padded_collate_tiled_images_and_mask"
 )
 def test_a_step_is_simulated(name, settings, tmp_path):
     peaks = simulated(name, tmp_path, **settings)
-    assert peaks["backward"] > peaks["set-up"] > 0
+    assert peaks["backward"].total > peaks["set-up"].total > 0
+    # Before the first forward pass there are no activations; later they are what is held for the backward pass.
+    assert peaks["set-up"].components["activations"] == 0
+    assert peaks["backward"].components["activations"] > 0
 
 
 def test_sampling_is_refused(tmp_path):

@@ -10,6 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.devices import DEVICE
+from tests.tiny_images import END, IMAGE, START, image_text_model, qwen3_vl_config, write_image_checkpoint
+from torchtune.checkpoints import ModelSource
+from torchtune.data import Images
 from torchtune.generation import (
     GenerationError,
     Request,
@@ -20,7 +23,7 @@ from torchtune.generation import (
     stream_tokens,
 )
 from torchtune.generation._static_step import StaticStep
-from torchtune.models import Description, build
+from torchtune.models import Description, build, from_hf_config
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA, disable_adapter
@@ -214,6 +217,42 @@ def test_continued_sequence_runs_only_its_new_tokens(kind, tokens_per_check):
         assert log_prob == pytest.approx(expected[index][position - 1, token].item(), abs=1e-5)
     ran = sum(rows * positions for rows, positions in shapes)
     assert (ran < 350) == (kind != "mixers"), ran
+
+
+def test_continued_sequence_sees_an_image_of_its_new_turn(tmp_path):
+    """Keys and values of the first turn are known, but only a pass over the whole sequence encodes the image."""
+    folder = write_image_checkpoint(image_text_model(qwen3_vl_config()), tmp_path)
+    with torch.device("meta"):
+        model = from_hf_config(folder, images=True)
+    ModelSource(folder).read(model, torch.device(DEVICE))
+    model.eval()
+    vision = model.description.vision
+    patches = torch.randn(4 * vision.merge**2, vision.patch_values, generator=torch.Generator().manual_seed(0))
+    images = Images(patches, ((1, 2 * vision.merge, 2 * vision.merge),))  # 2 x 2 tokens
+    conversation = [
+        [31, 41, 59, 26, 53, 58, 97, 93]
+    ]  # the first turn; then with its answer, the new turn and the answer to it
+
+    def more(batch):
+        if len(conversation) > 1 or len(conversation[0]) < 8 + 3:
+            return []
+        past = batch.past(0)
+        assert past is not None
+        tokens = [*conversation[0], START, *[IMAGE] * 4, END, 5]
+        placed = model._with_places(images, torch.tensor([tokens]), None)
+        conversation.append(list(tokens))
+        return [Request(0, tokens, 3, images={"encoder_input": {"images": placed}}, past=past)]
+
+    for step in stream_tokens(model, [list(conversation[0])], max_new_tokens=3, temperature=0.0, more=more):
+        conversation[-1] += step.tokens.tolist()
+    first, second = conversation
+    expected = torch.tensor([second[:-3]])
+    with torch.no_grad():
+        for _ in range(3):
+            logits = model(expected, encoder_input={"images": images})
+            expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
+    assert second[: len(first)] == first
+    assert second == expected[0].tolist()
 
 
 def test_tokens_are_read_once_per_check(model, monkeypatch):

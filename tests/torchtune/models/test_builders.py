@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from torchtune.models import Description, ModelError
+from torchtune.models import Description, ModelError, build
 from torchtune.models.llama2 import llama2, llama2_7b
 from torchtune.models.llama3 import llama3, llama3_8b, lora_llama3, lora_llama3_8b, qlora_llama3_8b
 from torchtune.models.llama3_1 import llama3_1, llama3_1_8b
@@ -138,6 +138,7 @@ def test_lora_builders_adapt_the_chosen_modules_over_a_base_of_any_dtype():
         ({"embed_dim": 12}, "head_dim must be even"),
         ({"num_layers": 0}, "num_layers must be at least 1"),
         ({"attn_dropout": 2.0}, "attn_dropout"),
+        ({"window": -1, "window_layers": (0,)}, "window must be at least 1"),
     ],
 )
 def test_impossible_descriptions_are_refused(changes, message):
@@ -145,6 +146,15 @@ def test_impossible_descriptions_are_refused(changes, message):
         Description(**{**_TINY, "intermediate_dim": 48, **changes})
     with pytest.raises(ModelError, match="together"):
         qwen3(**_TINY, intermediate_dim=48, q_norm=True)
+
+
+def test_smallest_window_is_the_token_itself():
+    """A token that sees itself alone: the logits at a position do not depend on the tokens before it."""
+    torch.manual_seed(0)
+    model = build(Description(**_TINY, intermediate_dim=48, window=1, window_layers=tuple(range(_TINY["num_layers"]))))
+    logits = model(torch.tensor([[1, 2, 3], [4, 5, 3]]))
+    torch.testing.assert_close(logits[0, 2], logits[1, 2])
+    assert not torch.equal(logits[0, 1], logits[1, 1])
 
 
 def test_a_family_loads_neither_others_nor_data_packages():

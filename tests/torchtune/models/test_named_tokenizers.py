@@ -354,6 +354,20 @@ def test_qwen_writes_tool_calls_and_answers_in_tags(merges):
     )
 
 
+def test_qwen3_reads_reasoning_from_the_tags_of_a_text(merges):
+    """As its published template: before the first closing tag and after the last opening one is the reasoning."""
+    tokenizer = Qwen3Tokenizer(*merges, thinking=True)
+    texts = {
+        "<think>\nsky\n</think>\n\nblue": ("sky", "blue"),
+        "first<think>sky</think>second</think>blue": ("sky", "blue"),
+    }
+    for text, (reasoning, answer) in texts.items():
+        tokens, _ = tokenizer.tokenize_messages([Message("user", "Why?"), Message("assistant", text)])
+        assert tokenizer.decode(tokens) == (
+            f"<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n<think>\n{reasoning}\n</think>\n\n{answer}<|im_end|>"
+        )
+
+
 def test_qwens_text_parses_control_tokens_and_a_document_does_not(merges):
     tokenizer = Qwen2Tokenizer(*merges)
     assert tokenizer.decode(tokenizer.encode("e\u0301", add_eos=False)) == "é"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtune.models import ModelError
 from torchtune.models._weight_ops import ExpertAdapter, FusedAdapter, Identity, InterleaveRope, Op, Split, Stack
 
 DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4, num_experts=4)
@@ -67,7 +68,7 @@ def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
 def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
     """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
     op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
-    adapters_of_parts = matrices((2, 6), (2, 6), (2, 6), (5, 2), (3, 2), (4, 2))
+    adapters_of_parts = matrices((2, 7), (2, 7), (2, 7), (5, 2), (3, 2), (4, 2))
     external = op.to_external(adapters_of_parts, DESCRIPTION)
     assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), adapters_of_parts))
     written = nothing_of(external)
@@ -77,6 +78,17 @@ def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
         for rows in (slice(0, 1), slice(1, tensor.shape[0])):
             copy_part(op, which, tensor, (rows, slice(0, tensor.shape[1])), external, written)
     assert all(map(torch.equal, written, external))
+
+
+@pytest.mark.parametrize(
+    ("lora_a", "lora_b"),
+    [(torch.ones(4, 6), torch.zeros(12, 4)), (torch.ones(6, 6), torch.ones(12, 6))],
+    ids=["rank that three parts cannot share", "values off the block diagonal"],
+)
+def test_adapter_that_is_not_made_of_the_parts_of_its_projection_is_refused(lora_a, lora_b):
+    op = FusedAdapter(("q_dim", "k_dim", "v_dim"))
+    with pytest.raises(ModelError, match="not made of one for each of its parts"):
+        op.to_tune([lora_a, lora_b], DESCRIPTION)
 
 
 @pytest.mark.parametrize("parts", [1, 2])

@@ -93,6 +93,18 @@ def test_labels_that_do_not_fit_the_model_are_refused(folder, tokenizer, num_cla
         set_up(classifier(folder, num_classes), loader_of(tokenizer, labels))
 
 
+@pytest.mark.parametrize("second", [[0.5, 1.5], [["a"], ["b"]]], ids=["numbers", "several classes per row"])
+def test_datasets_with_labels_of_two_kinds_are_refused(folder, tokenizer, second):
+    component = "torchtune.datasets.classification_dataset"
+    datasets = []
+    for labels in (["a", "b"], second):
+        rows = [{"text": "the cat", "label": label} for label in labels]
+        datasets.append({"_component_": component, "source": rows})
+    loader = as_loader(instantiate_dataset(datasets, tokenizer))
+    with pytest.raises(ClassificationError, match="have different labels or problem types"):
+        set_up(classifier(folder, 2), loader)
+
+
 def test_language_model_is_refused(folder, tokenizer):
     with pytest.raises(ClassificationError, match=r"the model predicts tokens: set model._component_ to .*=2 and"):
         set_up(from_hf_config(folder), loader_of(tokenizer, "ab"))

@@ -36,6 +36,8 @@ def test_cosine_follows_the_formula():
 def test_linear_and_constant_follow_the_formula():
     linear = rates(training.get_linear_schedule_with_warmup(make_optimizer(1.0), 2, 6), 8)
     assert linear == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0, 0])
+    short = rates(training.get_linear_schedule_with_warmup(make_optimizer(1.0), 2, 3), 4)
+    assert short == pytest.approx([1 / 3, 2 / 3, 1, 0])
     constant = rates(training.get_constant_schedule_with_warmup(make_optimizer(1.0), 2, num_training_steps=6), 5)
     assert constant == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
     assert rates(training.get_constant_schedule_with_warmup(make_optimizer(1.0), 0), 2) == [1, 1]

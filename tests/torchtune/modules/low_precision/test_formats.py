@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.torchtune.modules.low_precision.small import nf4_in_float64
 from torchtune.modules.conversion import ConversionError
@@ -30,6 +31,22 @@ def test_nf4_keeps_the_first_of_two_columns_in_the_high_bits():
     assert packed.tolist() == [[0xF0, 0x7F]]
     assert scale_codes.tolist() == [[0]]
     assert scale_range.view(torch.float32).tolist() == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize("order", [("fake", "real", "fake"), ("real", "fake", "real")])
+def test_nf4_of_simulated_runs_is_decoded_beside_real_values(order, monkeypatch):
+    """Values of a simulation are shapes alone: they neither use a table of real levels nor leave one behind."""
+    monkeypatch.setattr(formats, "_BYTE_TO_LEVELS", {})
+    weight = torch.tensor([[1.0, -1.0, 0.0, 1.0]])  # levels themselves
+    weight_format = NF4(torch.float32, block_size=4)
+    stored = weight_format.encode(weight)
+    for kind in order:
+        if kind == "real":
+            assert torch.equal(weight_format.decode(*stored), weight)
+            continue
+        with FakeTensorMode() as mode:
+            decoded = weight_format.decode(*(mode.from_tensor(tensor) for tensor in stored))
+        assert decoded.shape == weight.shape
 
 
 def test_nf4_errs_as_little_as_torchaos():

@@ -4,8 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from torchtune.estimate._torch_private import fake_store
 from torchtune.training.optim._stochastic_rounding import (
+    ElementIds,
     element_ids,
     random_bits,
     round_to_bfloat16,
@@ -40,3 +45,25 @@ def test_values_that_bfloat16_represents_are_not_changed(value):
     result = rounded(torch.full((70_001,), value))  # an odd number: four share a draw
     assert torch.equal(result, torch.full((70_001,), value)) or (math.isnan(value) and result.isnan().all())
     assert math.copysign(1, result[0].item()) == math.copysign(1, value)
+
+
+@pytest.fixture
+def mesh_of_two():
+    """Mesh of two ranks, of which this process is the second, without communication."""
+    dist.init_process_group("fake", store=fake_store(), rank=1, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((4,), 0), ((4, 6), 0), ((4, 6), 1), ((2, 4, 6), 0), ((2, 4, 6), 1), ((2, 4, 6), 2)]
+)
+def test_elements_of_a_shard_have_the_ids_of_the_whole_tensor(shape, dim, mesh_of_two):
+    count = math.prod(shape)
+    ids = ElementIds(torch.zeros(shape), "weight").of(0, count, torch.device("cpu")).view(shape)
+    shard = ids.chunk(2, dim)[1]
+    sharded = DTensor.from_local(torch.zeros(shard.shape), mesh_of_two, [Shard(dim)])
+    ids_of_shard = ElementIds(sharded, "weight").of(0, shard.numel(), torch.device("cpu"))
+    assert torch.equal(ids_of_shard, shard.flatten())

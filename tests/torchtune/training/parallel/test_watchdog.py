@@ -43,7 +43,8 @@ def test_slowest_ranks_are_reported():
         "Rank 1 has not moved for 100 s, validation after step 5, while ranks 0 and 2 wait in step 7"
     )
     # A process that is silent is named whatever the others do, one that has finished is not.
-    assert describe_stall({0: behind, 1: ahead}, {1}, 0.0).startswith("Rank 1 has given no sign of life")
+    silent = describe_stall({0: behind, 1: ahead}, {1}, 0.0)
+    assert silent.startswith("Rank 1 has given no sign of life for 0 s, last seen in step 7, while rank 0 waits ")
     finished = Beat(step=9, moves=30, left="finished")
     assert describe_stall({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
     # All at the same place, as where a device does not answer: nobody is made up.
