@@ -180,7 +180,7 @@ class AlpacaToMessages(Transform):
         instruction = text_column(sample, self.column_map["instruction"])
         name = self.column_map.get("input", "input")
         if name != "input":
-            column(sample, name)  # a name that was chosen is the name of a column
+            column(sample, name)  # raises: a name that was chosen is the name of a column
         input_text = ""
         if sample.get(name) is not None:
             input_text = text_column(sample, name)
