@@ -13,12 +13,12 @@ from torchtune.data import (
     DataError,
     Images,
     Message,
-    check_turns,
     images_of_columns,
     join_images,
     padded_collate_tiled_images_and_mask,
     read_conversation,
     tools_entry,
+    turns_of_column,
     unfold_prompt,
     with_images,
 )
@@ -106,7 +106,7 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
         content = row[column]
     try:
         if columns == ["messages"] and isinstance(content, str) and content.lstrip().startswith("["):
-            content = check_turns(content, "messages")  # JSON text, as in tables
+            content = turns_of_column(content, "messages")  # JSON text, as in tables
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
