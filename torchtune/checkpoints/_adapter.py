@@ -33,8 +33,8 @@ from torchtune.checkpoints._model_weights import (
     SaveView,
     groups_by_external_name,
     groups_by_weight,
-    identity,
     parent_modules,
+    spec_and_description,
 )
 from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._weight_files import (
@@ -381,7 +381,7 @@ def _read_adapter(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of an adapter file with this library's names and row order."""
     tensors = dict(files.stream())
-    spec, description = weights.identity
+    spec, description = weights.spec_and_description
     if not any(name.startswith(PEFT_PREFIX) for name in tensors):
         yield from _of_older_checkpoint(tensors, spec, description)
         return
@@ -437,7 +437,7 @@ def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapp
 
 def _tied_weights(weights: ModelWeights) -> dict[str, str]:
     """Return the name in ``transformers`` of a weight that the model ties -> name of the weight it is tied to."""
-    _, description = weights.identity
+    _, description = weights.spec_and_description
     tied = {}
     for tie in weights.module_map.tied:
         if getattr(description, tie.when):  # a field of the description: most families have tied and untied models
@@ -514,7 +514,7 @@ def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file
     Raises:
         CheckpointError: it is a base weight that differs from the model's.
     """
-    description = weights.identity[1]
+    description = weights.spec_and_description[1]
     external = name.removeprefix(PEFT_PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".")
     tied = _tied_weights(weights)
     if external in tied:
@@ -563,7 +563,7 @@ def adapter_tensors(
     """
     if not view.owned:
         raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
-    spec, description = view.identity
+    spec, description = view.spec_and_description
     prefixes = {}
     if enclosing is not None:
         prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
@@ -614,7 +614,7 @@ def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[Tensor
     And whether any of them is tied: it is written under both names, because ``peft`` unties a weight that it trains
     alone, unless it is told to tie them.
     """
-    _, description = view.identity
+    _, description = view.spec_and_description
     module_map = weight_map.prefixed(dict(weight_map.modules))
     tensors = []
     external_names = []
@@ -715,7 +715,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     settings = read_settings(folder / ADAPTER_CONFIG_FILE)
     all_names = open_weight_files([file]).names()
     names = [name for name in all_names if ".lora_A." in name]
-    spec, description = identity(model)
+    spec, description = spec_and_description(model)
     prefixes = _text_decoder_prefixes(spec, names)
     names = [rename_prefix(name, prefixes) for name in names]
     groups = groups_by_external_name(_adapter_weight_map(spec, names), description)

@@ -392,7 +392,10 @@ class Uploader:
         return None
 
     def finish(self) -> Iterator[None]:
-        """Wait for the uploads; yield every second or so, with a line in the log every ten seconds.
+        """Wait for the uploads; yield every 0.2 seconds, with a line in the log every ten seconds.
+
+        The caller runs a collective at each yield, so that the timeouts of the other ranks, which wait for this one,
+        start anew.
 
         Raises:
             RemoteError: the last checkpoint of a finished run could not be uploaded; of another run, this is logged.
@@ -422,7 +425,8 @@ class Uploader:
             f"{names} could not be uploaded to {self._bucket}, and nothing is lost as long as {newest.parent} exists: "
             f"{self._failures.get(newest.name, 'the upload ended')}"
         )
-        # A run that was stopped ends as it would, so that its scheduler starts it again.
+        # The last checkpoint of a finished run has no training state: with one, the run was stopped. It ends as it
+        # would without the failure, so that its scheduler starts it again.
         if read_marker(newest)["resumable"]:
             get_logger().error(text)
             return

@@ -33,7 +33,7 @@ from torchtune.checkpoints._export import (
     write_extra_files,
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
-from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, identity
+from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, spec_and_description
 from torchtune.checkpoints._resume import (
     Candidate,
     ModelsOfRun,
@@ -432,7 +432,7 @@ class CheckpointStore:
             return
         newest = candidates[0]
         if newest.is_local:
-            resume_point(newest.path)
+            resume_point(newest.path)  # raises for a run that is finished
             check_resumed_settings(cfg, newest.path)
             ModelsOfRun.read(newest.path).check_sources(self.sources, newest.path)
             return
@@ -541,8 +541,8 @@ class CheckpointStore:
             The checkpoint folder.
 
         Raises:
-            UserError: ``name`` is another one, a trained parameter would not be written, or the disk is full or not
-                writable; earlier checkpoints are unchanged.
+            UserError: ``name`` is not ``epoch_N`` or ``step_N``, a trained parameter would not be written, or the disk
+                is full or not writable; earlier checkpoints are unchanged.
         """
         check_name(name)
         self._saver.wait()
@@ -569,7 +569,7 @@ class CheckpointStore:
 
         # Merging and converting weights needs collectives, which must not run in the background of training: the copy
         # is then complete before this method returns, and waits for no optimizer.
-        needs_collectives = any(view.merges or view.stored for view in views.values())
+        needs_collectives = any(view.merges or view.stored_weights for view in views.values())
         optimizers = []
         if state is not None and not needs_collectives:
             for key, value in state.items():
@@ -663,7 +663,7 @@ class CheckpointStore:
         from torchtune.checkpoints._quantize import write_compressed  # loads torchao
 
         self._saver.wait()
-        spec, description = identity(model)
+        spec, description = spec_and_description(model)
         output_dir = self.require_output_dir()
         folder = output_dir / "quantized"
 
@@ -704,7 +704,7 @@ class CheckpointStore:
         Args:
             together: all ranks call this method, and ranks without an uploader wait for rank 0.
         """
-        # One item per second or so, until all checkpoints are uploaded.
+        # One item every 0.2 seconds, until all checkpoints are uploaded.
         waits = iter(()) if self._uploader is None else self._uploader.finish()
         if not together:
             for _ in waits:

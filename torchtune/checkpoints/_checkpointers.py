@@ -112,7 +112,7 @@ class FullStateDicts:
             if self._source.model_type is ModelType.LLAMA3_2:
                 state_dict.pop("output.weight", None)  # tied to the embedding
             return state_dict
-        spec, description = self._identity()
+        spec, description = self._spec_and_description()
         name_format = detect_format(files, spec, description)
         if name_format == "tune":
             return dict(files.stream())
@@ -173,7 +173,7 @@ class FullStateDicts:
             meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
             _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
         else:
-            spec, description = self._identity()
+            spec, description = self._spec_and_description()
             tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
             write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
 
@@ -187,7 +187,7 @@ class FullStateDicts:
         _torch_save(adapter, folder / _ADAPTER_PT)
         if self._name_format != "hf":
             return
-        spec, description = self._identity()
+        spec, description = self._spec_and_description()
         weight_map = spec.weight_map("hf").peft()
         groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
         if any(isinstance(group.op, FusedAdapter) for group in groups):
@@ -226,7 +226,7 @@ class FullStateDicts:
             raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
         return with_state[-1]
 
-    def _identity(self) -> tuple[ModelSpec, Description]:
+    def _spec_and_description(self) -> tuple[ModelSpec, Description]:
         """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
         path = self._source.checkpoint_dir / "config.json"
         if not path.is_file():

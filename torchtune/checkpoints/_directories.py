@@ -25,7 +25,14 @@ _NAME = re.compile(r"^(epoch|step)_(\d+)\Z")
 # Number of step_N kept by default; all epoch_N are kept.
 KEPT_STEPS = 3
 # Files that must be undamaged for a resume. Others, such as configs and tokenizers, may be edited.
-_NEEDED = (".safetensors", ".index.json", ".bin", ".pt", f"{STATE_DIR}/{STRUCTURE}", f"{STATE_DIR}/{MODELS}")
+_NEEDED_SUFFIXES = (
+    ".safetensors",
+    ".index.json",
+    ".bin",
+    ".pt",
+    f"{STATE_DIR}/{STRUCTURE}",
+    f"{STATE_DIR}/{MODELS}",
+)
 _CHUNK = 2**22
 
 # Size and CRC-32 of files, by path in the folder. The standard library's CRC-32 is as fast as disks (1.8 GB/s per core)
@@ -118,10 +125,12 @@ def new_directory(
         last_save: number of the last save of the run that is known from elsewhere, such as a bucket.
 
     Raises:
-        CheckpointError: the name is another one, or the size of a file differs from the number of bytes written.
+        CheckpointError: the name is not ``epoch_N`` or ``step_N``, or the size of a file differs from the number of
+            bytes written.
     """
     check_name(name)
-    # Counted, because the times of files are not comparable across machines, and names are not in order of time.
+    # Saves are numbered, because the times of files are not comparable across machines, and names are not in order of
+    # time.
     earlier = complete_directories(output_dir)
     if earlier:
         last_save = max(last_save, read_marker(earlier[-1])["saves"])
@@ -149,7 +158,7 @@ def new_directory(
         marker = {
             "saves": last_save + 1,
             "resumable": (folder / STATE_DIR).exists(),
-            "files": {file: size for file, size in sizes.items() if file.endswith(_NEEDED)},
+            "files": {file: size for file, size in sizes.items() if file.endswith(_NEEDED_SUFFIXES)},
             "crc32": crcs,
         }
         (folder / MARKER).write_text(json.dumps(marker))

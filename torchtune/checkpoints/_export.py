@@ -92,7 +92,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
     Raises:
         CheckpointError: a parameter has no name in Hugging Face's or PEFT's format.
     """
-    spec, description = view.identity
+    spec, description = view.spec_and_description
     files: list[TensorFile] = []
     json_files: dict[str, Any] = {}
     adapter_dir = folder
@@ -204,7 +204,7 @@ def config_of_model(weights: ModelWeights, source_dir: Path, *, is_text_decoder:
         is_text_decoder: whether the model is the text decoder of a multimodal source; the file then describes the
             composite model.
     """
-    spec, description = weights.identity
+    spec, description = weights.spec_and_description
     # The embedding of a composite model has a prefix.
     name = next(name for name in weights.base if name.endswith("tok_embeddings.weight"))
     embedding = weights.specs[name]  # [v, d]

@@ -27,7 +27,7 @@ from torchtune.checkpoints._gguf import (
     pre_tokenizers,
 )
 from torchtune.checkpoints._load import ModelSource, check_base
-from torchtune.checkpoints._model_weights import SaveView, groups_by_weight, identity
+from torchtune.checkpoints._model_weights import SaveView, groups_by_weight, spec_and_description
 from torchtune.checkpoints._weight_files import CheckpointError, read_json
 from torchtune.models import Description, Group, Llama3RopeScaling, build
 from torchtune.training.parallel import LocalShard, full_slices
@@ -64,7 +64,7 @@ def export_gguf(
         UserError: the ``gguf`` package is not installed, or the disk is full.
     """
     gguf = require("gguf", extra="gguf", purpose="Writing GGUF")
-    spec, description = identity(model)
+    spec, description = spec_and_description(model)
     arch = None
     for name, hf_architecture in ARCHITECTURES.items():
         if hf_architecture in spec.architectures:

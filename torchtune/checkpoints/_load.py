@@ -31,9 +31,9 @@ from torchtune.checkpoints._model_weights import (
     UnreadWeights,
     check_shape,
     groups_by_weight,
-    identity,
     materialize,
     replaced_parameters,
+    spec_and_description,
 )
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
@@ -558,7 +558,7 @@ def _groups_to_load(
         compare_tied: also read and compare tensors that the model ties and the files store twice.
     """
     weights.check_names()
-    spec, description = weights.identity
+    spec, description = weights.spec_and_description
     name_format = detect_format(files, spec, description)
     if name_format == "tune":
         groups = _groups_of_own_names(weights, files, description)
@@ -725,7 +725,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
     """
     if not config_file.is_file():
         return
-    spec, _ = identity(model)
+    spec, _ = spec_and_description(model)
     try:
         config = text_config(read_json(config_file), spec.builder is not None)
     except ModelError as error:
@@ -762,7 +762,7 @@ def check_description(model: nn.Module, described: Description, path: Path | str
     Raises:
         CheckpointError: the numbers of heads differ.
     """
-    _, built = identity(model)
+    _, built = spec_and_description(model)
     if (described.num_heads, described.num_kv_heads) != (built.num_heads, built.num_kv_heads):
         raise CheckpointError(
             f"{path}: the checkpoint has {described.num_heads} heads ({described.num_kv_heads} of keys and values), "

@@ -38,7 +38,7 @@ _CHOICES = ({"model"}, {"adapter"}, {"merged"}, {"adapter", "merged"})
 _WITH_ADAPTER = 'save with contents="adapter" or ("adapter", "merged")'
 
 
-def identity(model: nn.Module) -> tuple[ModelSpec, Description]:
+def spec_and_description(model: nn.Module) -> tuple[ModelSpec, Description]:
     """Return the spec and description of a model.
 
     Raises:
@@ -135,8 +135,9 @@ class ModelWeights:
         owned: names of the parameters that conversions save apart from the base weights.
         trained_whole: names of the base weights that are trained beside an adapter and saved with it, in the order of
             the model.
-        stored: base weights that a conversion stores in other parameters, by name: the conversion, and the parameters.
-        storage: names of the parameters that store the weights in :attr:`stored`.
+        stored_weights: base weights that a conversion stores in other parameters, by name: the conversion, and the
+            parameters.
+        storage: names of the parameters that store the weights in :attr:`stored_weights`.
         base: names of the base weights.
         split_layers: adapted layers with weights that :meth:`fill` splits into the initial adapter and the remainder,
             by name of the weight.
@@ -152,45 +153,45 @@ class ModelWeights:
         for conversion in self.conversions:
             trained.update(conversion.trained_weights(model))
         self.trained_whole = [name for name in self.parameters if name in trained]
-        self.stored: dict[str, tuple[Conversion, StoredWeight]] = {}
+        self.stored_weights: dict[str, tuple[Conversion, StoredWeight]] = {}
         self.storage: set[str] = set()
         # Of two conversions that store a weight, the last one does.
         for conversion in self.conversions:
             for name, stored_weight in conversion.stored_weights(model).items():
-                self.stored[name] = conversion, stored_weight
-        for _, stored_weight in self.stored.values():
+                self.stored_weights[name] = conversion, stored_weight
+        for _, stored_weight in self.stored_weights.values():
             self.storage.update(stored_weight.names)
         plain = self.parameters.keys() - self.owned - self.storage
-        self.base = plain | self.stored.keys()
+        self.base = plain | self.stored_weights.keys()
         self.split_layers: dict[str, LoRALinear] = {}
 
     @cached_property
-    def identity(self) -> tuple[ModelSpec, Description]:
-        """See :func:`identity`."""
-        return identity(self.model)
+    def spec_and_description(self) -> tuple[ModelSpec, Description]:
+        """See :func:`spec_and_description`."""
+        return spec_and_description(self.model)
 
     @cached_property
     def groups(self) -> dict[str, Group]:
         """Group of each base weight in the weight map, which has its Hugging Face name, by this library's name."""
-        spec, description = self.identity
+        spec, description = self.spec_and_description
         return groups_by_weight(spec.weight_map("hf"), description)
 
     @cached_property
     def module_map(self) -> WeightMap:
         """Weight map with the names of modules in ``transformers``, which ``peft`` uses, instead of names in files."""
-        weight_map = self.identity[0].weight_map("hf")
+        weight_map = self.spec_and_description[0].weight_map("hf")
         return weight_map.prefixed(dict(weight_map.modules))
 
     @cached_property
     def module_groups(self) -> dict[str, Group]:
         """Group of each base weight in :attr:`module_map`, by its name in ``transformers``."""
-        return groups_by_external_name(self.module_map, self.identity[1])
+        return groups_by_external_name(self.module_map, self.spec_and_description[1])
 
     def storage_of(self, name: str) -> Sequence[str]:
         """Return the names of the parameters that store a weight: usually its own."""
-        if name not in self.stored:
+        if name not in self.stored_weights:
             return [name]
-        _, stored_weight = self.stored[name]
+        _, stored_weight = self.stored_weights[name]
         return stored_weight.names
 
     def trained_groups(self, groups: Mapping[str, Group] | None = None) -> list[Group]:
@@ -205,7 +206,7 @@ class ModelWeights:
         if not self.trained_whole:
             return []
         if groups is None:
-            groups = groups_by_weight(self.module_map, self.identity[1])
+            groups = groups_by_weight(self.module_map, self.spec_and_description[1])
         trained = set(self.trained_whole)
         trained_groups: dict[Group, None] = {}  # a set that keeps the order
         for name in self.trained_whole:
@@ -243,14 +244,14 @@ class ModelWeights:
     @cached_property
     def adapter_groups(self) -> dict[str, Group]:
         """Group of each possible adapter in the weight map, which has its PEFT name, by this library's name."""
-        spec, description = self.identity
+        spec, description = self.spec_and_description
         return groups_by_weight(spec.weight_map("hf").peft(), description)
 
     @cached_property
     def specs(self) -> dict[str, torch.Tensor]:
         """Full weights on the meta device, by name: shape, and dtype in files."""
         weights: dict[str, nn.Parameter | StoredWeight] = dict(self.parameters)
-        for name, (_, stored_weight) in self.stored.items():
+        for name, (_, stored_weight) in self.stored_weights.items():
             weights[name] = stored_weight
         specs = {}
         for name, weight in weights.items():
@@ -377,7 +378,7 @@ class ModelWeights:
         """
         if name in self.split_layers:
             self._fill_split(name, copy_slice, device, dtype)
-        elif name in self.stored:
+        elif name in self.stored_weights:
             self._fill_stored(name, copy_slice, device)
         else:
             slices, local = self._local_shard(name, device, dtype)
@@ -386,7 +387,7 @@ class ModelWeights:
 
     def _fill_stored(self, name: str, copy_slice: CopySlice, device: torch.device) -> None:
         """Read the rows of a full weight that this rank needs, convert them, and keep this rank's shards."""
-        _, stored_weight = self.stored[name]
+        _, stored_weight = self.stored_weights[name]
         shards = {parameter: self._local_shard(parameter, device) for parameter in stored_weight.names}
         rows = slice(0, stored_weight.shape[0])
         if stored_weight.by_rows:
@@ -433,7 +434,7 @@ class ModelWeights:
             _, token_ids = self.new_rows[name]
             num_rows -= len(token_ids)
         tensors = {name: value}
-        if name in self.stored:
+        if name in self.stored_weights:
             tensors = self._from_full(name, value.to(self.specs[name].dtype))
         for parameter, tensor in tensors.items():
             slices, local = my_shard(self.parameters[parameter])
@@ -457,9 +458,9 @@ class ModelWeights:
             ConversionError: ``to_full`` returns a tensor of another shape.
         """
         gathered = gathered or {}
-        if name not in self.stored:
+        if name not in self.stored_weights:
             return full_tensor(gathered.get(name, self.parameters[name]))
-        conversion, stored_weight = self.stored[name]
+        conversion, stored_weight = self.stored_weights[name]
         tensors = {}
         for parameter in stored_weight.names:  # in the same order on all ranks
             tensors[parameter] = full_tensor(gathered.get(parameter, self.parameters[parameter]))
@@ -475,7 +476,7 @@ class ModelWeights:
 
     def _from_full(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Convert a full weight, or rows of it, to the tensors that store it."""
-        conversion, stored_weight = self.stored[name]
+        conversion, stored_weight = self.stored_weights[name]
         tensors = conversion.from_full(name, value)
         expected = {}
         for parameter_name in stored_weight.names:
@@ -726,13 +727,18 @@ class SaveView(ModelWeights):
 
     def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
         """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
-        _, description = self.identity
+        _, description = self.spec_and_description
         return self.tensor_group(Group((external,), (name,), Identity(), description), turn)
 
     def shard(self, name: str, turn: int) -> LocalShard:
-        """Return this rank's shard of a full weight to save; see :meth:`tensor_group`.
+        """Return this rank's shard of a full weight to save.
 
-        A collective: conversions and merging need an all-gather.
+        Weights that are not read yet are read for the time of the call. A collective: conversions and merging need an
+        all-gather.
+
+        Args:
+            name: name of the full weight.
+            turn: chooses the rank that writes a replicated weight, see :meth:`LocalShard.of`.
         """
         merge_inputs = set()
         if self.merges and name in self.base:
@@ -744,11 +750,11 @@ class SaveView(ModelWeights):
             parameter = self.parameters.get(name)
             if merge_inputs:
                 weight = self._merged(name, merge_inputs)
-            elif name in self.stored:
+            elif name in self.stored_weights:
                 weight = self.full(name)
             else:
                 weight = parameter
-        if name in self.stored or not isinstance(parameter, DTensor):
+        if name in self.stored_weights or not isinstance(parameter, DTensor):
             # Every rank has the full weight.
             slices = full_slices(weight.shape)
             is_writer = self.ranks.rank == turn % self.ranks.size

@@ -12,7 +12,7 @@ from torch import nn
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
 from torchtune.checkpoints._gguf_convert import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
-from torchtune.checkpoints._model_weights import identity
+from torchtune.checkpoints._model_weights import spec_and_description
 from torchtune.checkpoints._save import TensorGroup, TensorSlice
 from torchtune.checkpoints._weight_files import PACKED, SCALE, SHAPE, CheckpointError, WeightFiles, read_json
 from torchtune.models import Group
@@ -178,7 +178,7 @@ def write_compressed(
                 compute = partial(_kept_slices, files, name, device, dtype)
                 kept_dtype = weight.dtype
             tensors.append(TensorGroup(specs, compute, weight.itemsize))
-    spec, description = identity(model)
+    spec, description = spec_and_description(model)
     config = config_of(spec, description, description.vocab_size, kept_dtype, source.checkpoint_dir)
     config = {**config, "quantization_config": quantization_config}
     with atomic_directory(output_dir) as folder:
@@ -324,7 +324,7 @@ def _checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     _refuse_quantized(source)
     source.check(model)
     files = source.open(model)
-    spec, description = identity(model)
+    spec, description = spec_and_description(model)
     name_format = detect_format(files, spec, description)
     if name_format != "hf":
         raise CheckpointError(
@@ -343,7 +343,7 @@ def _external_weights(groups: list[Group], weights: set[str]) -> set[str]:
     """Return the Hugging Face names of the tensors that hold ``weights``, names of this library.
 
     Raises:
-        ConversionError: a tensor holds one of the weights and another one.
+        ConversionError: a tensor holds one of the weights together with a weight that is not among them.
     """
     names = set()
     for group in groups:

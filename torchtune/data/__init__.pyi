@@ -66,5 +66,5 @@ from ._to_messages import ChosenRejectedToMessages as ChosenRejectedToMessages
 from ._to_messages import InputOutputToMessages as InputOutputToMessages
 from ._to_messages import OpenAIToMessages as OpenAIToMessages
 from ._to_messages import ShareGPTToMessages as ShareGPTToMessages
-from ._to_messages import answer_turns, check_turns, image_column, resolve_masking, turns_with_answer
+from ._to_messages import answer_turns, image_column, resolve_masking, turns_of_column, turns_with_answer
 from ._tool_calls import canonical_calls, parse_json_text, read_tool_calls, read_tools

@@ -514,7 +514,7 @@ def padded_collate_sft(
     if not isinstance(batch[0], Mapping):
         return padded_collate_packed(batch, padding_idx, ignore_idx)
     for example in batch:
-        documents_of(example)
+        documents_of(example)  # raises for a malformed example
         if "encoder_mask" in example:
             raise DataError(
                 "padded_collate_sft has no place for 'encoder_mask': set "
@@ -641,7 +641,7 @@ def padded_collate_tiled_images_and_mask(
     Args:
         batch: examples with ``tokens``, ``labels`` (optional with left padding), ``encoder_input`` with the lists
             ``images``, of ``[tiles, c, h, w]``, and ``aspect_ratio``, of ``[2]``, and ``encoder_mask``, a list of
-            ``[s, tiles * (patches + 1)]``.
+            ``[s, tiles * (patches + 1)]``: a tile has its patches and a class token.
         padding_idx: padding value of the tokens.
         ignore_idx: padding value of the labels.
         pad_direction: ``"right"``, or ``"left"`` for inference; applies to the text.
@@ -752,7 +752,7 @@ def _pad_tiled_images(
 def _check_tiled_example(example: Mapping[str, Any], with_labels: bool) -> None:
     """Raise :class:`DataError` unless an example has images with an aspect ratio and a mask each."""
     if with_labels:
-        documents_of(example)
+        documents_of(example)  # raises for labels that are missing or do not match the tokens
     inputs = example.get("encoder_input")
     if (
         not isinstance(inputs, Mapping)

@@ -178,16 +178,16 @@ def check_same_prompt(chosen: Sequence[Message], rejected: Sequence[Message]) ->
             break
         num_common += 1
     if num_common == len(chosen) == len(rejected):
-        return  # equal answers are refused where they are tokenized, and so are missing ones
+        return  # equal answers are refused where they are tokenized
     for side, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages and messages[-1].role != "assistant":
-            return
+            return  # a missing answer is refused where it is tokenized
         if num_common == len(messages):
             difference = "has ended"
         elif messages[num_common].role != "assistant":
             difference = f"has a turn of '{messages[num_common].role}'"
         else:
-            continue
+            continue  # this side differs in an answer, as it should
         raise DataError(
             f"chosen and rejected have different prompts: they first differ in turn {num_common}, where {side} "
             f"{difference}; a pair is two answers to one prompt"

@@ -307,7 +307,7 @@ def format_content_with_images(content: str, *, image_tag: str, images: list[Any
 def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     """Fill the empty content parts ``{"type": "image"}`` of the turns with the images of the row, in order."""
     num_empty_parts = 0
-    num_image_parts = 0  # which have an image of their own
+    num_with_image = 0  # parts of type image that have an image of their own
     filled_turns = []
     for turn in turns:
         if type(turn) is not dict or not isinstance(turn.get("content"), list):
@@ -317,17 +317,19 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
         for part in turn["content"]:
             is_image_part = type(part) is dict and part.get("type") in ("image", "image_url")
             if is_image_part:
+                # Empty parts of llava-instruct-mix, {"index": 0, "text": None, "type": "image"}, have more keys.
                 has_image = any(part[key] is not None for key in part.keys() - {"type", "index", "text"})
                 if has_image:
-                    num_image_parts += 1
+                    num_with_image += 1
                 else:
                     if num_empty_parts < len(images):
                         part = {"type": "image", "content": images[num_empty_parts]}
                     num_empty_parts += 1
             content.append(part)
         filled_turns.append({**turn, "content": content})
-    # The images of a row may repeat those in its turns.
-    if num_empty_parts != len(images) and (num_empty_parts or not num_image_parts):
+    # The images of a row may repeat those in its turns, which then have no empty parts.
+    images_repeat_turns = num_empty_parts == 0 and num_with_image > 0
+    if num_empty_parts != len(images) and not images_repeat_turns:
         raise DataError(
             f"the row has {len(images)} images, but its turns have {num_empty_parts} parts of type 'image' for them"
         )

@@ -264,11 +264,11 @@ def as_message(value: MessageLike) -> Message:
     except ValueError as error:
         raise DataError(str(error).rstrip(".")) from error
     message.eot = value.get("eot") is not False
-    _read_training(message, value)
+    _set_training(message, value)
     return message
 
 
-def _read_training(message: Message, turn: Mapping[str, Any]) -> None:
+def _set_training(message: Message, turn: Mapping[str, Any]) -> None:
     """Set whether and how much a message is trained on, from the fields of its turn; see :func:`as_message`."""
     message.stated_training = _stated_training(turn)
     for field in _WEIGHT_FIELDS:

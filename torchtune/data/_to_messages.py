@@ -119,7 +119,7 @@ class InputOutputToMessages(Transform):
         question = column(sample, name)
         if isinstance(question, str):
             return [Message(role="user", content=images_before_text(images, question))]
-        return _prompt_turns(with_images(check_turns(question, name), images), self.masking_strategy)
+        return _prompt_turns(with_images(turns_of_column(question, name), images), self.masking_strategy)
 
 
 def _prompt_turns(turns: Sequence[Any], masking_strategy: MaskingStrategy) -> list[Message]:
@@ -180,7 +180,7 @@ class AlpacaToMessages(Transform):
         instruction = text_column(sample, self.column_map["instruction"])
         name = self.column_map.get("input", "input")
         if name != "input":
-            column(sample, name)  # a name that was chosen is the name of a column
+            column(sample, name)  # raises: a name that was chosen is the name of a column
         input_text = ""
         if sample.get(name) is not None:
             input_text = text_column(sample, name)
@@ -321,7 +321,7 @@ def answer_turns(sample: Mapping[str, Any], name: str) -> Sequence[Any]:
     return answer
 
 
-def check_turns(value: Any, name: str) -> Sequence[Any]:
+def turns_of_column(value: Any, name: str) -> Sequence[Any]:
     """Return the turns of a column, which may be JSON text, as in tables.
 
     Raises:
@@ -383,7 +383,7 @@ class ShareGPTToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["conversations"]
-        messages = as_messages(check_turns(column(sample, name), name))
+        messages = as_messages(turns_of_column(column(sample, name), name))
         if self.wants_image or "image" in sample:
             self._insert(messages, image_column(sample, self.column_map.get("image", "image"), self.image_dir))
         conversation = read_conversation(
@@ -461,7 +461,7 @@ class OpenAIToMessages(Transform):
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, with ``tools`` if the row has them."""
         name = self.column_map["messages"]
-        turns = check_turns(column(sample, name), name)
+        turns = turns_of_column(column(sample, name), name)
         if "images" in sample:
             images = image_column(sample, "images", None)
             if images:

@@ -95,15 +95,17 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
     if source in loaders and not names and kwargs.get("data_dir") is not None:
         source = _folder_of_loader(source, str(kwargs.pop("data_dir")))
     if source not in loaders:
+        if Path(source).is_dir():
+            return source, kwargs  # load_dataset finds the files in it, with data_files as their names
         # A local file, a URL, or a name that can only be a path; other names are files inside the Hub dataset.
-        are_own_files = any(
-            is_remote_name(name) or Path(name).is_file() or name.startswith(("/", "./", "../")) for name in names
-        )
+        are_own_files = False
+        for name in names:
+            can_only_be_path = name.startswith(("/", "./", "../"))
+            if is_remote_name(name) or Path(name).is_file() or can_only_be_path:
+                are_own_files = True  # a mistake in another name is found below
         # A Hub dataset has at most one slash, and never at an end.
         has_slash_at_end = source.startswith("/") or source.endswith("/")
         is_path = has_slash_at_end or source.count("/") > 1 or source.startswith((".", "~")) or "\\" in source
-        if Path(source).is_dir():
-            return source, kwargs
         if suffix_of(source) in LOADERS:
             names = [source]
             kwargs["data_files"] = source
@@ -224,7 +226,7 @@ def _downloaded(names: Sequence[str]) -> list[str]:
                 paths.append(name)
                 continue
             if not name.startswith(_OWN_PROTOCOLS):
-                RemoteFolder(name, "data_files")  # names the package that a protocol needs
+                RemoteFolder(name, "data_files")  # raises if the package of the protocol is missing
             paths.append(str(datasets.DownloadManager().download(name)))
     except (UserError, MemoryError):
         raise

@@ -137,30 +137,30 @@ def decode_line(line: bytes) -> str:
     return decode_utf8(line).rstrip("\r\n")
 
 
-def decode_utf8(text: bytes) -> str:
+def decode_utf8(content: bytes) -> str:
     """Decode bytes of a file as UTF-8, without a byte order mark.
 
     Raises:
         UserError: they are not UTF-8; the message is only the reason.
     """
     try:
-        return text.removeprefix(_BOM).decode("utf-8")
+        return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        if text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
         raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
 
 
-def parse_json_line(line: bytes) -> Any:
-    """Parse a line, or the text of a whole file, as JSON.
+def parse_json(content: bytes) -> Any:
+    """Parse a line, or the content of a whole file, as JSON.
 
     Raises:
-        UserError: the line is not JSON; the message is only the reason.
+        UserError: the content is not JSON; the message is only the reason.
     """
-    text = decode_line(line)
+    text = decode_line(content)
     try:
         value = json.loads(text)
-        if _SURROGATE.search(line):
+        if _SURROGATE.search(content):
             check_surrogates(value)
         return value
     except json.JSONDecodeError as error:
@@ -264,7 +264,7 @@ class JsonLines(FileFormat):
 
     def decode(self, record: bytes) -> Any:
         """See :meth:`FileFormat.decode`."""
-        return parse_json_line(record)
+        return parse_json(record)
 
 
 @dataclass(frozen=True)
@@ -283,9 +283,9 @@ class JsonArray(JsonLines):
     def open(self, path: str, offset: int = 0) -> IO[bytes]:
         """Open the rows of a file as lines; raise :class:`UserError` if it holds no list of rows."""
         with open_lines(Path(path)) as file, unpacking(Path(path)):
-            text = file.read()
+            content = file.read()
         try:
-            rows = self._rows(text)
+            rows = self._rows(content)
         except UserError as error:
             raise UserError(f"{path}: {error}; correct the file.") from error
         # As lines, the rows have offsets, by which they are found again.
@@ -293,13 +293,13 @@ class JsonArray(JsonLines):
         lines.seek(offset)
         return lines
 
-    def _rows(self, text: bytes) -> Sequence[Any]:
+    def _rows(self, content: bytes) -> Sequence[Any]:
         """Return the rows of a whole file; raise :class:`UserError` with the reason if it holds no list of rows."""
         try:
-            value = parse_json_line(text)
+            value = parse_json(content)
         except UserError:
             # Several objects, each over several lines, are rows as well.
-            value = _parse_json_values(decode_utf8(text))
+            value = _parse_json_values(decode_utf8(content))
             if len(value) < 2:
                 raise
         if self.field is not None:
@@ -574,7 +574,7 @@ def _has_json_lines(path: Path) -> bool:
     if suffix_of(path.name) in (".jsonl", ".ndjson") and not first.startswith(b"["):
         return True  # a broken first line is one broken row
     try:
-        value = parse_json_line(first)
+        value = parse_json(first)
     except UserError:
         return False  # a value over several lines
     if isinstance(value, list):  # one line is the whole file; of several, each is a row, which is refused later

@@ -253,7 +253,8 @@ def mixed_dataset(
     """
     if not datasets:
         raise DataError("datasets: the mixture is empty: give each dataset a name and a _component_.")
-    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)  # fail before tokenization
+    # Raises for wrong weights before the rows are tokenized; the numbers of rows are not known yet.
+    mixture_weights(tuple(map(str, datasets)), [1] * len(datasets), weights, temperature)
     parts = {}
     for name, node in datasets.items():
         if isinstance(node, Mapping):

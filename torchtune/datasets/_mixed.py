@@ -38,9 +38,9 @@ class ConcatDataset(ExampleDataset):
         self.is_packed = _are_packed(self.parts)
         if any(dataset.is_stream for dataset in self.parts):
             raise DataError("A list of datasets cannot hold one with streaming=True: leave streaming out.")
-        self._count()
+        self._set_sizes()
 
-    def _count(self) -> None:
+    def _set_sizes(self) -> None:
         """Set the index behind the last example of each dataset."""
         self._ends = np.cumsum([len(dataset) for dataset in self.parts])
 
@@ -50,7 +50,7 @@ class ConcatDataset(ExampleDataset):
         for dataset in self.parts:
             dataset.limit_rows(longest)
         if sum(len(dataset) for dataset in self.parts) != num_examples:
-            self._count()
+            self._set_sizes()
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
@@ -182,9 +182,9 @@ class MixedDataset(ConcatDataset):
         self._stop = stop
         super().__init__(list(datasets.values()))
 
-    def _count(self) -> None:
+    def _set_sizes(self) -> None:
         """Set the weights and the number of examples in an epoch of each dataset, and log them."""
-        super()._count()
+        super()._set_sizes()
         self.sizes = [len(dataset) for dataset in self.parts]
         self._weights = mixture_weights(self.names, self.sizes, self._given_weights, self._temperature)
         self._counts = mixture_counts(self.sizes, self._weights, self._stop)

@@ -244,6 +244,7 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
         if question in row and answer in row and (question in styles or answer in styles):
             settings = column_map(input=question, output=answer)
             return RowFormat(CONVERSATIONAL_PROMPTS, "instruct_dataset", settings)
+    # A prompt to answer, with columns for its reward, is no training conversation.
     is_prompt = "prompt" in styles and (len(row) > 1 or not _ends_with_answer(row["prompt"]))
     if not styles or is_prompt:
         return None
@@ -252,6 +253,7 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
     image = _image_column(row)
     if image is not None and style == "sharegpt":
         settings = column_map(conversations=name, image=image)
+        # A row without an image shows nothing: tags are the usual layout, and do no harm where there is no image.
         has_tags = row[image] is None or "<image>" in str(row[name])
         if has_tags:
             settings = (*settings, ("image_tag", "<image>"))

@@ -219,7 +219,7 @@ class _Joining:
 def _shards_in(output: Path) -> list[Shard]:
     """Return all shards of the division in an output folder, whether they are there or not."""
     folder = output / SHARDS
-    advice = f"prepare them with `{_unknown_command(output)} --shard 0/<number>`."
+    advice = f"prepare them with `{_command_with_placeholder(output)} --shard 0/<number>`."
     if not folder.is_dir():
         raise DataError(f"There are no shards in {output}: {advice}")
     folders_of_count: Counter[int] = Counter()
@@ -231,11 +231,11 @@ def _shards_in(output: Path) -> list[Shard]:
         raise DataError(f"There are no shards in {output}: {advice}")
     if len(folders_of_count) > 1:
         counts = " and ".join(str(count) for count in sorted(folders_of_count))
-        # The division with the fewest folders is most likely the one that was given up.
-        smallest = min(folders_of_count, key=lambda count: (folders_of_count[count], -count))
+        # The division with the fewest folders is most likely the one that was given up; in a tie, the larger number.
+        given_up = min(folders_of_count, key=lambda count: (folders_of_count[count], -count))
         raise DataError(
             f"The rows in {folder} were prepared twice, as {counts} shards: remove those of one division, for example "
-            f"with rm -r {shlex.quote(str(folder))}/*-of-{smallest}."
+            f"with rm -r {shlex.quote(str(folder))}/*-of-{given_up}."
         )
     (count,) = folders_of_count
     return [Shard(index, count) for index in range(count)]
@@ -327,9 +327,10 @@ def _command(output: Path, manifest: Mapping[str, Any], shard: Shard) -> str:
     if "command" in manifest:
         command = shlex.join(manifest["command"])
     else:
-        command = _unknown_command(output)
+        command = _command_with_placeholder(output)
     return f"`{command} --shard {shard}`."
 
 
-def _unknown_command(output: Path) -> str:
+def _command_with_placeholder(output: Path) -> str:
+    """Return the command that prepares a folder whose config is not known."""
     return f"tune data prepare <config> --output {shlex.quote(str(output))}"

@@ -152,7 +152,7 @@ def compare_layers(
         0.0
     """
     weights = ModelWeights(second)
-    spec, description = weights.identity
+    spec, description = weights.spec_and_description
     external_names: dict[str, tuple[str, ...]] = {}
     for group in spec.weight_map("hf").groups(description):
         for name in group.tune:

@@ -14,10 +14,10 @@ from torchtune.data import (
     ShareGPTToMessages,
     answer_turns,
     as_messages,
-    check_turns,
     images_of_columns,
     read_conversation,
     reference_answer,
+    turns_of_column,
     unfold_prompt,
     with_images,
 )
@@ -228,7 +228,7 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
         conversation_column = settings.get("column")  # a conversation beside the label
     if prompt is None and conversation_column is not None:
         prompt = conversation_column
-        row = {**row, prompt: check_turns(row[prompt], prompt)}  # which may be JSON text
+        row = {**row, prompt: turns_of_column(row[prompt], prompt)}  # which may be JSON text
     if prompt is None:
         prompt = _first_column(row, _QUESTIONS)
     if prompt is None:

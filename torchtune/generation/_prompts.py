@@ -13,16 +13,16 @@ from torchtune.data import (
     DataError,
     Images,
     Message,
-    check_turns,
     images_of_columns,
     join_images,
     padded_collate_tiled_images_and_mask,
     read_conversation,
     tools_entry,
+    turns_of_column,
     unfold_prompt,
     with_images,
 )
-from torchtune.datasets import numbered_lines, parse_json_line
+from torchtune.datasets import numbered_lines, parse_json
 from torchtune.generation._sampling import GenerationError
 from torchtune.modules.transformer import TransformerDecoder, text_decoder
 from torchtune.utils import UserError
@@ -90,22 +90,23 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
     """Return the prompt of a line of a file; see :func:`read_prompts`."""
     location = f"prompts: {path}, line {number}"
     try:
-        value = parse_json_line(line)
+        value = parse_json(line)
     except UserError as error:
         raise GenerationError(f'{location}: {error}; correct the line, and write texts in quotes, "…".') from error
+    # A line with a text or messages alone has no columns.
+    columns: list[str] = []
+    row: Mapping[str, Any] = {}
+    content = value
     if isinstance(value, Mapping):
         columns = [name for name in ("prompt", "messages") if name in value]
         if len(columns) != 1:
             raise GenerationError(f"{location}: the object needs either prompt or messages, it has {', '.join(value)}.")
-        row = unfold_prompt(value, columns[0])
-        content = row[columns[0]]
-    else:  # the text or the messages alone
-        columns = []
-        row = {}
-        content = value
+        (column,) = columns
+        row = unfold_prompt(value, column)
+        content = row[column]
     try:
         if columns == ["messages"] and isinstance(content, str) and content.lstrip().startswith("["):
-            content = check_turns(content, "messages")  # JSON text, as in tables
+            content = turns_of_column(content, "messages")  # JSON text, as in tables
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error

@@ -208,6 +208,7 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
 def adapt_parts(
     model: Model,
     parts: Mapping[str, PartTraining],
+    *,
     lora_attn_modules: LoraAttnModules,
     apply_lora_to_mlp: bool,
     apply_lora_to_output: bool,
@@ -261,7 +262,7 @@ def check_parts(parts: Mapping[str, PartTraining], trained: PartTraining, altern
         raise ModelError(f"{', '.join(parts)} are all 'frozen': nothing would be trained, choose '{trained}' for one.")
 
 
-def image_part(path: str) -> str:
+def part_of_module(path: str) -> str:
     """Return the part of a model that a parameter or module belongs to, from its dotted path."""
     if path.startswith("decoder."):
         return "language_model"
@@ -297,7 +298,7 @@ def image_text_model(
     check_parts(parts, "full", "lora_image_text_model has adapters")
     for path, parameter in model.named_parameters():
         if parameter.requires_grad:  # others are constants of the checkpoint
-            parameter.requires_grad_(parts[image_part(path)] == "full")
+            parameter.requires_grad_(parts[part_of_module(path)] == "full")
     return model
 
 
@@ -341,11 +342,11 @@ def lora_image_text_model(
     return adapt_parts(
         model,
         parts,
-        lora_attn_modules,
-        apply_lora_to_mlp,
-        apply_lora_to_output,
-        quantize_base,
-        image_part,
+        lora_attn_modules=lora_attn_modules,
+        apply_lora_to_mlp=apply_lora_to_mlp,
+        apply_lora_to_output=apply_lora_to_output,
+        quantize_base=quantize_base,
+        part_of=part_of_module,
         rank=lora_rank,
         alpha=lora_alpha,
         dropout=lora_dropout,

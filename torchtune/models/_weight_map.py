@@ -101,7 +101,7 @@ class Group:
 
     Attributes:
         external: external names, in the order of :meth:`to_tune`.
-        tune: our names, in the order of :meth:`to_external`.
+        tune: names in this library, whose format is called ``tune``; in the order of :meth:`to_external`.
 
     Example:
         >>> group = torchtune.models.Group(("a.weight",), ("b.weight",), torchtune.models.Identity(), None)

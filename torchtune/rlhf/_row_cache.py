@@ -27,7 +27,7 @@ from torchtune.rlhf._reference import equals_base, not_needed_error, score_docum
 from torchtune.rlhf._teacher import Teacher, TeacherError, check_top_k, top_k_of
 from torchtune.rlhf.loss import AnswerLoss
 from torchtune.supervision import StepPlan
-from torchtune.training.parallel import ParallelDims, fingerprint_weights, reshard
+from torchtune.training.parallel import ParallelDims, Ranks, broadcast_object, fingerprint_weights, reshard
 from torchtune.utils import (
     FolderLock,
     UserError,
@@ -231,11 +231,12 @@ def _cached_log_probs(
     # The file's name is a digest of all that the log-probs depend on: another run finds a file of its own.
     key = hashlib.sha256(repr((data.fingerprint, len(data), model_fingerprint)).encode())
     path = folder / f"reference_{key.hexdigest()[:16]}.safetensors"
-    log_probs = _read_log_probs(path, len(data))  # [rows, 2]
+    # The first rank's file counts for all: machines without a common folder have different files, and all ranks must
+    # miss the same rows, because they run the same batches.
+    log_probs = Ranks(CacheError).run_on_rank_0(lambda: _read_log_probs(path, len(data)))  # [rows, 2]
     visited = loader.visited_indices(epochs)
     missing = visited[np.isnan(log_probs[visited]).any(axis=1)]
-    # Each rank may see another file, but all must run the same batches.
-    if not dims.any(len(missing) > 0):
+    if not len(missing):
         return log_probs
     log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
     for row, pair in _compute_log_probs(loader, missing, score, dims).items():
@@ -679,7 +680,13 @@ def use_cache(
 
     sharded_collate = dims.collate(with_positions)
     missing = cache.missing(loader.visited_indices(epochs))
-    if dims.any(len(missing) > 0):
+    # All ranks must run the same batches, and later read the same files.
+    missing_rows = missing.tobytes()
+    if dims.any(missing_rows != broadcast_object(missing_rows)):
+        raise CacheError(
+            f"teacher_cache: {cache.folder} has other rows on another rank: set it to a folder that all machines share."
+        )
+    if len(missing):
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
         _compute_missing(loader, cache, missing, sharded_collate, likeliest, first_position, dims)
     return loader.derive(dataset=WithRowNumbers(loader.dataset), collate_fn=sharded_collate)

@@ -93,7 +93,7 @@ class LocalSampler:
     ) -> None:
         check_sampling(max_new_tokens, temperature, max_sequences)
         self.model = model
-        self.stop_tokens = check_stop_tokens(stop_tokens, tokenizer, model)
+        self.stop_tokens = resolve_stop_tokens(stop_tokens, tokenizer, model)
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
         self.max_sequences = max_sequences
@@ -161,7 +161,7 @@ def check_sampling(max_new_tokens: int, temperature: float, max_sequences: int |
         raise RolloutError("sampler.max_new_tokens and sampler.max_sequences must be at least 1.")
 
 
-def check_stop_tokens(stop_tokens: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
+def resolve_stop_tokens(stop_tokens: Sequence[int] | None, tokenizer: Any, model: nn.Module) -> list[int]:
     """Return the stop tokens, by default the tokenizer's. Raises :class:`RolloutError` for invalid ids."""
     if stop_tokens is None:
         return list(tokenizer.stop_tokens)
@@ -263,7 +263,7 @@ class ServerSampler:
         self.model = model
         self.max_new_tokens = max_new_tokens
         self.temperature = temperature
-        self.stop_tokens = check_stop_tokens(stop_tokens, tokenizer, model)
+        self.stop_tokens = resolve_stop_tokens(stop_tokens, tokenizer, model)
         self.max_difference = max_difference
         settings = RequestSettings(
             max_new_tokens=max_new_tokens,

@@ -283,6 +283,7 @@ def _plain_parts(
             # SentencePiece begins a text with a space, which a text after another must not have.
             continues_text = not starts_exchange and not ends_with_space
             text = item["content"]
+            # A space at the end of the text is left out here: SentencePiece puts it before the next text.
             ids = tokenizer.encode(
                 text.rstrip(" "), add_bos=False, add_eos=False, trim_leading_whitespace=continues_text
             )

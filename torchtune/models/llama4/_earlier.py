@@ -15,7 +15,7 @@ import torch
 
 from torchtune.data import DataError, PromptTemplateInterface, TemplateType, as_messages, get_prompt_template
 from torchtune.models._build import build
-from torchtune.models._build_vision import PartTraining, adapt_parts, build_tower, check_parts, image_part
+from torchtune.models._build_vision import PartTraining, adapt_parts, build_tower, check_parts, part_of_module
 from torchtune.models._builders import Builder, LoraAttnModules, named_function
 from torchtune.models._description import ModelError
 from torchtune.models._image_transform import ImageEncoder
@@ -282,11 +282,11 @@ def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
                 "vision_tower": encoder_trainable,
                 "projector": fusion_trainable if apply_lora_to_output else "frozen",
             },
-            lora_attn_modules,
-            apply_lora_to_mlp,
-            apply_lora_to_output,
-            quantize_base,
-            image_part,
+            lora_attn_modules=lora_attn_modules,
+            apply_lora_to_mlp=apply_lora_to_mlp,
+            apply_lora_to_output=apply_lora_to_output,
+            quantize_base=quantize_base,
+            part_of=part_of_module,
             rank=lora_rank,
             alpha=lora_alpha,
             dropout=lora_dropout,

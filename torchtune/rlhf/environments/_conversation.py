@@ -43,7 +43,7 @@ class Conversation:
     """State of an episode.
 
     Attributes:
-        number: index of the episode.
+        index: index of the episode.
         prompt: prompt of the episode.
         kind: kind of environment.
         tokens: tokens of the prompt, the turns and the replies.
@@ -61,7 +61,7 @@ class Conversation:
         calls: see :class:`Episode`, also for ``errors``, ``end``, ``reward`` and ``failure``.
     """
 
-    number: int
+    index: int
     prompt: Prompt
     kind: Kind
     tokens: list[int]

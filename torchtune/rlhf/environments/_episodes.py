@@ -198,7 +198,7 @@ class Environments:
         if messages:
             log_once(get_logger(), f"environment: close() failed: {messages[0]}.", logging.WARNING)
 
-    def _make_conversation(self, number: int, prompt: Prompt) -> Conversation:
+    def _make_conversation(self, index: int, prompt: Prompt) -> Conversation:
         """Return the conversation of a prompt, without an environment yet."""
         name = None  # of the only kind
         if prompt.is_blank:
@@ -216,7 +216,7 @@ class Environments:
                 "The tools in the rows are not used, because an environment defines the tools that can be called.",
                 level=logging.WARNING,
             )
-        return Conversation(number, prompt, self._kinds[name], list(prompt.tokens))
+        return Conversation(index, prompt, self._kinds[name], list(prompt.tokens))
 
     def _reset_all(self, conversations: list[Conversation], seeds: Sequence[int] | None, num_samples: int) -> None:
         """Reset the environments of all conversations concurrently, and render the prompts."""
@@ -227,7 +227,7 @@ class Environments:
                 continue
             seed = 0  # of greedy decoding, which has no seeds
             if seeds is not None:
-                seed = seeds[conversation.number // num_samples]
+                seed = seeds[conversation.index // num_samples]
             tasks.append((conversation, Task(self._timeout, reset, conversation, seed)))
         # By prompt and observation: the episodes of a group share their images, which are read once.
         rendered: dict[tuple[int, str], tuple[list[int], Mapping[str, Any], str]] = {}
@@ -292,7 +292,7 @@ class Environments:
         # The prompt of a group is prefilled once if the observations of its environments are equal.
         are_equal = True
         for conversation in conversations:
-            group = conversation.number // num_samples
+            group = conversation.index // num_samples
             first_of_group = conversations[group * num_samples]
             are_equal = are_equal and conversation.has_same_prompt(first_of_group)
         first_turns = conversations
@@ -487,7 +487,7 @@ class _PendingTurns:
 
     def row(self, conversation: Conversation, turn_number: int) -> int:
         """Return the row of a turn in the batch: the first turns of all episodes come before all second ones."""
-        return turn_number * self._num_conversations + conversation.number
+        return turn_number * self._num_conversations + conversation.index
 
 
 def setup_environments(

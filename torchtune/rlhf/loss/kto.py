@@ -48,7 +48,10 @@ class KTOLoss(AnswerLoss):
 
     def check_batch(self, batch: Batch) -> None:
         """Check that the batch has labeled answers. Raises :class:`DataError`."""
-        _is_good(batch)
+        if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
+            raise DataError(
+                "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset."
+            )
 
     def forward(
         self, policy: Tensor, reference: Tensor, is_chosen: Tensor, baseline: Tensor | float
@@ -74,7 +77,8 @@ class KTOLoss(AnswerLoss):
         self, batch: Batch, scores: Tensor, reference: Tensor | None = None, baseline: Tensor | None = None
     ) -> tuple[Tensor, Metrics]:
         """Sum losses and metrics, see :meth:`AnswerLoss.sum_and_metrics`."""
-        is_good = _is_good(batch)
+        self.check_batch(batch)
+        is_good = batch.per_document["is_chosen"]  # [n]
         counts = label_counts(batch) > 0  # an answer without labels is the filler of a rank without data
         losses, rewards = self(scores, reference, is_good, baseline)
         kl = baseline.clamp(min=0.0).expand_as(losses)
@@ -96,7 +100,7 @@ class KTOLoss(AnswerLoss):
         Raises:
             DataError: the batch has only one example, or is split over context-parallel ranks.
         """
-        _is_good(batch)  # raises for a batch of pairs
+        self.check_batch(batch)
         num_answers = batch.num_documents
         if num_answers < 2:
             raise DataError(
@@ -144,12 +148,3 @@ class KTOLoss(AnswerLoss):
             documents=documents,
         )
         return mismatched.to(batch.tokens.device, non_blocking=True)
-
-
-def _is_good(batch: Batch) -> Tensor:
-    """Return bool ``[n]``, True for good answers. Raises :class:`DataError` for a batch of pairs."""
-    if "pair" in batch.per_document or "is_chosen" not in batch.per_document:
-        raise DataError(
-            "loss: KTOLoss reads single answers with a label, not pairs: use torchtune.datasets.kto_dataset."
-        )
-    return batch.per_document["is_chosen"]
