@@ -167,9 +167,9 @@ class ParallelDims:
             return cls(**sizes, world_size=1)
         dims = cls(**sizes, world_size=int(os.environ["WORLD_SIZE"]))
         if not dist.is_initialized():
-            # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
-            # gloo's halves of split groups share a listener, and with connections made at the first message
-            # (see join_process_group) wait forever for each other's.
+            # device_id is not passed: with it, torch splits the default group for the groups of the mesh, and gloo's
+            # two split groups share a listener. With connections at the first message (see join_process_group), they
+            # then wait for each other forever.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
         dims._check_same_sizes()
         dims._make_mesh(device.type)
