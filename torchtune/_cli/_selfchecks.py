@@ -285,15 +285,15 @@ class _Checks:
             return f"loss {loss:.6f}, as the run continues"
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
-        first = self._whole[1]["loss"]
-        before = first
+        first_loss = self._whole[1]["loss"]
+        base_loss = first_loss
         if base is not None:
-            before = self._loss_of(base, rows)
-        if abs(before - first) > 10 * self._tolerance * max(1.0, abs(first)):
+            base_loss = self._loss_of(base, rows)
+        if abs(base_loss - first_loss) > 10 * self._tolerance * max(1.0, abs(first_loss)):
             return (
                 "loss not compared, because the recipe does not train on the config's loss alone (compute_loss adds a "
-                f"term): before the first step, with the weights of checkpoint_dir, it has {first:.6f} where the "
-                f"config's loss has {before:.6f}"
+                f"term): before the first step, with the weights of checkpoint_dir, it has {first_loss:.6f} where the "
+                f"config's loss has {base_loss:.6f}"
             )
         raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
 

@@ -110,18 +110,18 @@ class _StateSpaceChunks(Chunks):
             states: of which ``states[0]`` is known.
             starts_empty: whether ``states[0]`` is zero.
         """
-        afters = states[1:]
+        states_after = states[1:]
         if self.num_chunks == 1:
-            self._outer_products(written_to_after, self.k, afters)
+            self._outer_products(written_to_after, self.k, states_after)
             if not starts_empty:
-                afters[0].addcmul_(states[0], self.since_state[..., -1:, :])
+                states_after[0].addcmul_(states[0], self.since_state[..., -1:, :])
             return
-        added = torch.empty_like(afters)
+        added = torch.empty_like(states_after)
         self._outer_products(written_to_after, self.k, added)
-        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(afters))
+        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(states_after))
         if not starts_empty:
             since_start = self.log_since_start.exp().to(states.dtype)
-            self._heads(afters).addcmul_(self._heads(states[:1]), since_start[..., None])
+            self._heads(states_after).addcmul_(self._heads(states[:1]), since_start[..., None])
 
     def _d_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
         """Compute the gradients of all states ``[m + 1, b, ...]``, each of what reads it and what later ones leave.
