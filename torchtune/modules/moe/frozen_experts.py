@@ -535,19 +535,20 @@ def _backward_of_group(
     leaves = [output.detach().requires_grad_() for output in projected]
     with torch.enable_grad():
         hidden = experts.activate(*leaves)  # [r, h]
-    output = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
-    of_hidden = output.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
-    del output  # and all that it holds, before the next tensors are made
-    grad_projected = list(torch.autograd.grad(hidden, leaves, of_hidden.x))
+    output_projection = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
+    # Of the output matrix's input, which is `hidden`, of its parameters and of the scores.
+    output_gradients = output_projection.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
+    del output_projection  # and all that it holds, before the next tensors are made
+    grad_projected = list(torch.autograd.grad(hidden, leaves, output_gradients.x))  # [r, h] each
     del hidden, leaves, projected
 
-    trained = dict(of_hidden.trained)
+    trained = dict(output_gradients.trained)
     grad_x: Tensor | None = None
     while projections:  # each is freed before the next
         gradients = projections.pop().backward(grad_projected.pop(), needed, needs_x=needs_x, grad_x=grad_x)
         trained.update(gradients.trained)
         grad_x = gradients.x
-    return _GroupGradients(grad_x, of_hidden.scores, trained)
+    return _GroupGradients(grad_x, output_gradients.scores, trained)
 
 
 class _RandomState:
@@ -600,7 +601,8 @@ def apply_frozen_experts(
         order = selection.order
         num_rows = order.numel()  # a row for each copy of a token
     groups = _make_groups(experts, weights, counts, num_rows)
-    # The outputs of a group alone could be saved, and decoded weights come in groups; a recomputed layer saves nothing.
+    # Decoded weights come in groups of experts, and only one group's outputs could be saved; a recomputed layer saves
+    # nothing.
     saves_projected = not (weights.decoded_dtypes or experts.recomputes)
     call = _Call(experts, weights, groups, saves_projected=saves_projected)
     inputs = (x, counts, scores, order, *weights.tensors)
