@@ -102,10 +102,10 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
     variables = interpolate(document, defaults)
     _remove_retired(document, cls, fields)
-    accepted = ()
+    other_valid_keys = ()
     name = None
     if "recipe" not in fields:
-        accepted = ("recipe",)
+        other_valid_keys = ("recipe",)
         name = recipe_name_of(document.data, scope)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
@@ -113,7 +113,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     remark = explain_wrong_recipe(data, scope, fields)
     checker = Checker(document, scope, variables)
     try:
-        values = checker.check_fields((), document.data, cls, accepted)
+        values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
         checker.finish()
         if remark:
