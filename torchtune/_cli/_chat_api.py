@@ -319,8 +319,8 @@ class _Answer:
         except UserError as error:
             raise ApiError(400, f"messages: {error}") from error
         except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
-            what = f"messages or tools are not in the format of the chat API ({error!r:.200})."
-            raise ApiError(400, what) from error
+            message = f"messages or tools are not in the format of the chat API ({error!r:.200})."
+            raise ApiError(400, message) from error
 
     def __iter__(self) -> Iterator[str]:
         tokenizer = self._server.tokenizer
@@ -357,7 +357,7 @@ class _Answer:
             calls = self._calls()
         # What the buffer still holds: text before a mark, or text that only began like one.
         if calls or buffer.mark in self._stop:
-            yield self._put(buffer.before)
+            yield self._put(buffer.text_before)
         else:
             yield self._put(buffer.text)
         self._finish(calls)
@@ -445,7 +445,7 @@ class _MarkBuffer:
         self._matched = [0] * len(marks)  # how much of each mark the text ends with
         self._texts: list[str] = []  # without special tokens, since text was sent
         self._raw: list[str] = []  # with special tokens
-        self.before = ""
+        self.text_before = ""  # raw text before the mark
         self.mark: str | None = None
 
     @property
@@ -466,7 +466,7 @@ class _MarkBuffer:
                 buffered = "".join(self._raw)
                 end = len(buffered) - len(raw) + count
                 self.mark = completed
-                self.before = buffered[: end - len(completed)]
+                self.text_before = buffered[: end - len(completed)]
                 if completed != self._call_start:
                     return ""
         if self.mark is not None or any(self._matched):

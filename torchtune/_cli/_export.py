@@ -333,10 +333,10 @@ def export(args: argparse.Namespace) -> None:
 def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
     """Write the files to a temporary folder, check them, and move them to the output folder."""
     with atomic_directory(output) as temporary:
-        files = temporary / "files"
+        export_folder = temporary / "files"
         say("writing", f"the files of {output}")
-        write_files(trained, args.to, args.quant, files, temporary / "merged")
-        check = _check(trained, args, files, temporary / "base")
+        write_files(trained, args.to, args.quant, export_folder, temporary / "merged")
+        check = _check(trained, args, export_folder, temporary / "base")
         shutil.rmtree(temporary / "base", ignore_errors=True)
         record = {
             "checkpoint": str(trained.checkpoint),
@@ -344,24 +344,24 @@ def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
             "quant": args.quant,
             "check": check.numbers(),
         }
-        write_json(files / RECORD, record)
+        write_json(export_folder / RECORD, record)
         if trained.run is not None:  # otherwise, keep the README of the checkpoint
             library = "peft" if args.to == "adapter" else "transformers"
             card = model_card(trained.run, check=check.verdict(), library=library)
-            (files / "README.md").write_text(card, encoding="utf-8")
+            (export_folder / "README.md").write_text(card, encoding="utf-8")
         # The temporary folder becomes the output folder, so the files move up into it.
-        for path in list(files.iterdir()):
+        for path in list(export_folder.iterdir()):
             path.rename(temporary / path.name)
-        files.rmdir()
+        export_folder.rmdir()
     return check
 
 
-def _check(trained: Trained, args: argparse.Namespace, files: Path, aside: Path) -> Check:
+def _check(trained: Trained, args: argparse.Namespace, export_folder: Path, aside: Path) -> Check:
     """Check the files, unless ``--no-check`` is set; ``--check`` requires it."""
     if args.check is False:
         return Check(reason="of --no-check")
     try:
-        check = check_files(trained, args.to, args.quant, files, aside, args.device)
+        check = check_files(trained, args.to, args.quant, export_folder, aside, args.device)
     except EvaluationError as error:
         raise FailedCheck(str(error)) from error
     if args.check and check.measured is None:
@@ -441,14 +441,14 @@ def find_trained(model: str) -> Trained:
     return Trained(checkpoint, adapter, base, run)
 
 
-def write_files(trained: Trained, to: str, quant: str | None, files: Path, merged: Path) -> None:
+def write_files(trained: Trained, to: str, quant: str | None, export_folder: Path, merged: Path) -> None:
     """Write an export.
 
     Args:
         trained: the checkpoint.
         to: format.
         quant: kind of quantization.
-        files: folder to write.
+        export_folder: folder to write.
         merged: folder for merged weights that are deleted after quantization.
     """
     if to in ("hf", "adapter", "merged"):
@@ -458,41 +458,41 @@ def write_files(trained: Trained, to: str, quant: str | None, files: Path, merge
             dtype = tensors.read(tensors.names()[0]).dtype
         model = load_to_save(trained.path, dtype)
         contents = "model" if to == "hf" else to
-        torchtune.save(model, files, contents=contents)
-        _copy_embedding_files(trained.checkpoint, files)
+        torchtune.save(model, export_folder, contents=contents)
+        _copy_embedding_files(trained.checkpoint, export_folder)
         return
     source = trained.checkpoint
     if not trained.has_weights:
         write_files(trained, "merged", None, merged, merged)
         source = merged
-    model = quantize(source, quant, files)
+    model = quantize(source, quant, export_folder)
     shutil.rmtree(merged, ignore_errors=True)
     if to == "ollama":
-        _write_modelfile(files, model.description.max_seq_len)
+        _write_modelfile(export_folder, model.description.max_seq_len)
 
 
-def _copy_embedding_files(checkpoint: Path, files: Path) -> None:
+def _copy_embedding_files(checkpoint: Path, export_folder: Path) -> None:
     """Copy what ``sentence-transformers`` reads of an embedding model or reranker; an export may begin at the base."""
     if not (checkpoint / "modules.json").is_file():
         return
     for name in _EMBEDDING_FILES:
         if (checkpoint / name).is_file():
-            (files / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint / name, files / name)
+            (export_folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(checkpoint / name, export_folder / name)
 
 
-def quantize(folder: Path, quant: str, files: Path) -> torch.nn.Module:
+def quantize(folder: Path, quant: str, export_folder: Path) -> torch.nn.Module:
     """Quantize the weights in a folder; return their model, on the meta device."""
     with torch.device("meta"):
         model = from_hf_config(folder)
-    quantize_checkpoint(ModelSource(folder), model, _quantizer(quant, model), files)
+    quantize_checkpoint(ModelSource(folder), model, _quantizer(quant, model), export_folder)
     return model
 
 
-def _write_modelfile(files: Path, context: int) -> None:
+def _write_modelfile(export_folder: Path, context: int) -> None:
     """Write Ollama's ``Modelfile`` beside the GGUF file: chat template, stop texts, and at most ``context`` tokens."""
-    file = next(files.glob("*.gguf"))
-    tokenizer = hf_tokenizer(str(files))
+    file = next(export_folder.glob("*.gguf"))
+    tokenizer = hf_tokenizer(str(export_folder))
     # Ollama adds BOS by itself if the file says so; the template must not add another.
     adds_bos = bool(GGUFFile(file).get("tokenizer.ggml.add_bos_token"))
     lines = [
@@ -503,7 +503,7 @@ def _write_modelfile(files: Path, context: int) -> None:
         if token_id in tokenizer.stop_tokens:
             lines.append(f'PARAMETER stop "{text}"')
     lines.append(f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}")
-    (files / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (export_folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _quantizer(quant: str, model: torch.nn.Module) -> Any:
@@ -525,14 +525,14 @@ def _quantizer(quant: str, model: torch.nn.Module) -> Any:
     return Int8DynActInt4WeightQuantizer(groupsize=groupsize)
 
 
-def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside: Path, device: str) -> Check:
+def check_files(trained: Trained, to: str, quant: str | None, export_folder: Path, aside: Path, device: str) -> Check:
     """Compare files with the trained model.
 
     Args:
         trained: the checkpoint.
         to: format of the files.
         quant: kind of quantization of the files.
-        files: folder of the files.
+        export_folder: folder of the files.
         aside: folder for a quantized base.
         device: device of the models.
 
@@ -547,15 +547,15 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     base = None
     tokenized = None
     try:
-        measured = call_in_child_process(_measure, trained.path, to, files, device)
-        if _reader(to) != "llama_cpp" and (files / "tokenizer.json").is_file():
+        measured = call_in_child_process(_measure, trained.path, to, export_folder, device)
+        if _reader(to) != "llama_cpp" and (export_folder / "tokenizer.json").is_file():
             settings = None
             if trained.run is not None:
                 settings = trained.run.settings.get("tokenizer")
-            tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, files)
+            tokenized = call_in_child_process(_compare_tokenizers, settings, trained.path, export_folder)
         embedded = None
-        if to in ("hf", "merged") and (files / "modules.json").is_file():
-            embedded = call_in_child_process(_compare_embeddings, trained.path, files, device)
+        if to in ("hf", "merged") and (export_folder / "modules.json").is_file():
+            embedded = call_in_child_process(_compare_embeddings, trained.path, export_folder, device)
         if quant is not None and trained.base is not None:
             try:
                 quantize(trained.base, quant, aside)
@@ -567,7 +567,7 @@ def check_files(trained: Trained, to: str, quant: str | None, files: Path, aside
     # A merged weight is rounded to its dtype, a quantized one to its kind; other weights have the same bits.
     rounding = quant
     if to == "merged":
-        rounding = stored_dtype(files)
+        rounding = stored_dtype(export_folder)
     check = Check(measured, base=base, tokenized=tokenized, embedded=embedded)
     _require_agreement(check, rounding, is_quantized=quant is not None)
     return check
@@ -635,7 +635,7 @@ def _explain_difference(measured: Measured, base: Measured | None, differing: li
     return f"{measured.library} has other logits than the trained model ({figures}): {tensors}."
 
 
-def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
+def _measure(path: Path, to: str, export_folder: Path, device: str) -> Measured:
     """Compare a model with files: by logits in the library that reads them, and by layers in this library."""
     say("checking", f"the logits of {path}, {len(_PROMPTS)} prompts")
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
@@ -643,23 +643,23 @@ def _measure(path: Path, to: str, files: Path, device: str) -> Measured:
     logits = evaluation.logits_of(model, prompts)
     model_device = next(model.parameters()).device
     try:
-        layers = evaluation.compare_layers(model, _read_again(path, to, files, model_device), _PrintedAtTimes())
+        layers = evaluation.compare_layers(model, _read_again(path, to, export_folder, model_device), _PrintedAtTimes())
     except UserError as error:  # the check fails with this reason
         layers = {str(error).rstrip("."): torch.inf}
     del model  # the other library needs the memory
     say("checking", f"the logits of the files in {_reader(to)}")
     with redirect_stderr(io.StringIO()):  # warnings and progress bars
-        library, exported_logits, unread = read_elsewhere(_reader(to), files, prompts, model_device)
+        library, exported_logits, unread = read_elsewhere(_reader(to), export_folder, prompts, model_device)
     return Measured(library, evaluation.compare_models(logits, exported_logits), layers, unread)
 
 
-def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: Path) -> Tokenized:
+def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, export_folder: Path) -> Tokenized:
     """Compare the ids of texts and conversations; see :class:`Tokenized`.
 
     Args:
         settings: settings of the tokenizer that trained, if they are known.
         path: folder of the trained model, whose tokenizer is compared if the other one cannot be built.
-        files: folder of the export.
+        export_folder: folder of the export.
     """
     settings = dict(settings or {})
     if "max_seq_len" in settings:
@@ -678,7 +678,7 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
     if is_exact:  # other tokenizers encode special tokens in a text as plain text
         texts += [f"one {token} two" for token in tokenizer.special_tokens]
     variables = settings.get("chat_template_kwargs") or {}
-    ids_of_texts, ids_of_chats = tokenize_elsewhere(files, texts, _CHATS, variables)
+    ids_of_texts, ids_of_chats = tokenize_elsewhere(export_folder, texts, _CHATS, variables)
     differing_texts = []
     for text, exported_ids in zip(texts, ids_of_texts, strict=True):
         if tokenizer.encode(text, add_bos=False, add_eos=False) != exported_ids:
@@ -699,33 +699,33 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, files: P
     return Tokenized(trained, differing_texts, differing_chats, is_exact)
 
 
-def _compare_embeddings(path: Path, files: Path, device: str) -> Embedded:
+def _compare_embeddings(path: Path, export_folder: Path, device: str) -> Embedded:
     """Compare the embeddings of texts, or the scores of a reranker; see :class:`Embedded`.
 
     Args:
         path: folder of the trained model.
-        files: folder of the export, with the settings of the training.
+        export_folder: folder of the export, with the settings of the training.
         device: device of the models.
     """
     is_missing = bool(missing_packages("sentence_transformers"))
     remedy = "sentence-transformers is not installed: pip install 'torchtune[embeddings]'"
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     model_device = next(model.parameters()).device
-    if (files / RERANKER_FILE).is_file():
+    if (export_folder / RERANKER_FILE).is_file():
         kind = "scores of pairs"
         if is_missing:
             return Embedded(kind, note=remedy)
-        trained_scores = evaluation.Reranker.of(files, model, tokenizer).scores(_PAIRS)
-        library, scores = score_elsewhere(files, _PAIRS, model_device)
+        trained_scores = evaluation.Reranker.of(export_folder, model, tokenizer).scores(_PAIRS)
+        library, scores = score_elsewhere(export_folder, _PAIRS, model_device)
         difference = (scores - trained_scores).abs().max() / trained_scores.abs().max()
         return Embedded(kind, library, difference.item())
-    settings = evaluation.EmbeddingSettings.of(files)
+    settings = evaluation.EmbeddingSettings.of(export_folder)
     instruction = settings.query_instruction
     vectors = evaluation.embed(
         model, tokenizer, _PROMPTS, pooling=settings.pooling, instruction=instruction, add_eos=settings.add_eos
     )
     reader = "transformers" if is_missing else "sentence_transformers"
-    library, exported = embed_elsewhere(reader, files, _PROMPTS, instruction, settings.pooling, model_device)
+    library, exported = embed_elsewhere(reader, export_folder, _PROMPTS, instruction, settings.pooling, model_device)
     note = f"pooled here, because {remedy}" if is_missing else ""
     difference = (vectors - exported).norm(dim=1).max().item()  # of vectors of length 1
     return Embedded("embeddings", library, difference, note)
@@ -757,15 +757,15 @@ def _reader(to: str) -> str:
     return "transformers"  # GGUF files, too
 
 
-def _read_again(path: Path, to: str, files: Path, device: torch.device) -> torch.nn.Module:
+def _read_again(path: Path, to: str, export_folder: Path, device: torch.device) -> torch.nn.Module:
     """Read the files in this library; GGUF files are dequantized by the ``gguf`` package."""
     if to not in ("gguf", "ollama"):
-        model, _ = torchtune.load(files, dtype="fp32", device=device)
+        model, _ = torchtune.load(export_folder, dtype="fp32", device=device)
         return model
     folder = path
     if not (path / "config.json").is_file():  # an adapter, whose checkpoint around it has one
         folder = path.parent
     with set_default_dtype(torch.float32), torch.device("meta"):
         model = from_hf_config(folder)
-    CheckpointStore({"policy": ModelSource(files)}).load_model(model, device=device, whole=True)
+    CheckpointStore({"policy": ModelSource(export_folder)}).load_model(model, device=device, whole=True)
     return model.eval()

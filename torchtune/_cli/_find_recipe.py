@@ -101,8 +101,10 @@ def resolve_recipe(name: str) -> RecipeTarget:
             spec = None
         if spec is not None:
             return RecipeTarget(name, module=name)
+    # The hint follows a colon instead of ending a message.
     hint = did_you_mean(name, (recipe.name for recipe in get_all_recipes())).removeprefix("; ")
-    hint = hint or "`tune ls` shows all recipes; give the path of your own recipe."
+    if not hint:
+        hint = "`tune ls` shows all recipes; give the path of your own recipe."
     raise UserError(f"there is no recipe '{name}': {hint}")
 
 
@@ -263,6 +265,7 @@ def suggest_configs(name: str) -> str:
     if same_family and words <= search_words():
         nearest = ", ".join(map(repr, sorted(same_family, key=rank)[:3]))
         return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."
+    # The hint follows a colon instead of ending a message.
     return did_you_mean(name, [*names, *configs_on_demand()]).removeprefix("; ")
 
 

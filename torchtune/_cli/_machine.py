@@ -27,10 +27,10 @@ _FEW_CORES = 4
 
 @dataclass
 class Findings:
-    """Facts by name, reasons for slow runs, and problems that prevent training."""
+    """Facts by name, warnings of what is slow, small or cannot run, and problems that prevent training."""
 
     facts: list[tuple[str, list[str]]] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ def _devices(findings: Findings) -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     lines = [f"cpu: {cores} cores, torch computes on {torch.get_num_threads()} threads with {capability}"]
     if kind == "cpu":
-        _explain_slow_cpu(cores, findings)
+        _warn_of_slow_cpu(cores, findings)
     if kind in ("cpu", "mps"):  # one device without a number
         names = [kind]
     else:
@@ -81,7 +81,9 @@ def _devices(findings: Findings) -> list[str]:
         emulated = [text for text in ("bfloat16", "float16") if not has_fast_matmul(getattr(torch, text), device)]
         lines.append(f"{name}: a small training step works; {' and '.join(emulated) or 'no dtype'} emulated")
         if "bfloat16" in emulated:
-            findings.slow.append(f"dtype=bf16 on {name}: emulated, several times slower than others: leave dtype out")
+            findings.warnings.append(
+                f"dtype=bf16 on {name}: emulated, several times slower than others: leave dtype out"
+            )
     return lines
 
 
@@ -93,18 +95,18 @@ def _try_step(device: torch.device) -> None:
         raise RuntimeError("its gradient is not finite")
 
 
-def _explain_slow_cpu(cores: int, findings: Findings) -> None:
-    """Add what makes training on this CPU slow, and why no GPU is used if there is one."""
-    findings.slow.append("training without a GPU: choose models of less than a billion parameters")
+def _warn_of_slow_cpu(cores: int, findings: Findings) -> None:
+    """Warn of what makes training on this CPU slow, and of a GPU that is not used."""
+    findings.warnings.append("training without a GPU: choose models of less than a billion parameters")
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         build = "a build without CUDA" if torch.version.cuda is None else "a build that the driver does not support"
-        findings.slow.append(f"the NVIDIA GPU is not used: torch {torch.__version__} is {build}")
+        findings.warnings.append(f"the NVIDIA GPU is not used: torch {torch.__version__} is {build}")
     if cores < _FEW_CORES:
-        findings.slow.append(f"{cores} cores: tokenizing and training share them")
+        findings.warnings.append(f"{cores} cores: tokenizing and training share them")
     if torch.get_num_threads() < cores:
-        findings.slow.append(f"{torch.get_num_threads()} threads on {cores} cores: unset or raise OMP_NUM_THREADS")
+        findings.warnings.append(f"{torch.get_num_threads()} threads on {cores} cores: unset or raise OMP_NUM_THREADS")
     if not has_cpp_compiler():
-        findings.slow.append("compile=True cannot run on this CPU: there is no C++ compiler: install g++")
+        findings.warnings.append("compile=True cannot run on this CPU: there is no C++ compiler: install g++")
 
 
 def _memory() -> list[str]:
@@ -137,9 +139,11 @@ def _disks(output: Path, findings: Findings) -> list[str]:
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
             findings.problems.append(f"{use}: {existing} may not be written to: choose another folder")
         elif free < _SMALL_DISK:
-            findings.slow.append(f"{use}: {free / 2**30:.1f} GiB free: a checkpoint needs 2 bytes a parameter or more")
+            findings.warnings.append(
+                f"{use}: {free / 2**30:.1f} GiB free: a checkpoint needs 2 bytes a parameter or more"
+            )
         if kind.startswith(_NETWORK):
-            findings.slow.append(f"{use}: {folder} is on a network file system ({kind}): choose a local disk")
+            findings.warnings.append(f"{use}: {folder} is on a network file system ({kind}): choose a local disk")
     return lines
 
 

@@ -268,13 +268,13 @@ class _Followers:
             if message:
                 return f"rank {rank}: {message[1]}"
         if code < 0:
-            end = f"was ended by {signal.Signals(-code).name}"
+            event = f"rank {rank} of {self._size} was ended by {signal.Signals(-code).name}"
         elif lines:
-            end = f"has failed ({lines[-1]})"
+            event = f"rank {rank} of {self._size} has failed ({lines[-1]})"
         else:
-            end = f"has failed (exit code {code})"
+            event = f"rank {rank} of {self._size} has failed (exit code {code})"
         return (
-            f"rank {rank} of {self._size} {end}, so that the others ended, too: run the command again, and with more "
+            f"{event}, so that the others ended, too: run the command again, and with more "
             "processes or --dtype bf16 if memory was short."
         )
 

@@ -32,13 +32,13 @@ def _without_warnings() -> Iterator[None]:
 
 @torch.no_grad()
 def read_elsewhere(
-    library: str, files: Path, prompts: Sequence[Tensor], device: torch.device
+    library: str, export_folder: Path, prompts: Sequence[Tensor], device: torch.device
 ) -> tuple[str, list[Tensor], list[str]]:
     """Load exported files in float32 in another library, and compute the logits of prompts.
 
     Args:
         library: ``transformers``, ``peft`` (an adapter on the base that it names) or ``llama_cpp`` (on the host).
-        files: folder of the files.
+        export_folder: folder of the files.
         prompts: token ids, each int64 ``[s]``.
         device: device of the model.
 
@@ -54,23 +54,23 @@ def read_elsewhere(
         module = require(library, extra="check", purpose="The check of an export")
     try:
         with _without_warnings():
-            model, unread = _READERS[library](module, files)
+            model, unread = _READERS[library](module, export_folder)
             logits = [prompt_logits.float().cpu() for prompt_logits in _compute(model, prompts, device)]
     except Exception as error:  # raised by the other library
-        raise EvaluationError(f"{library} cannot read {files}: {first_line(error)}.") from error
+        raise EvaluationError(f"{library} cannot read {export_folder}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", logits, unread
 
 
 @torch.no_grad()
 def embed_elsewhere(
-    library: str, files: Path, texts: Sequence[str], instruction: str, pooling: str, device: torch.device
+    library: str, export_folder: Path, texts: Sequence[str], instruction: str, pooling: str, device: torch.device
 ) -> tuple[str, Tensor]:
     """Load an exported embedding model in float32 in another library, and embed texts.
 
     Args:
         library: ``sentence_transformers``, which reads pooling itself, or ``transformers``, whose hidden states are
             pooled here.
-        files: folder of the files.
+        export_folder: folder of the files.
         texts: ``n`` texts.
         instruction: text before each of them.
         pooling: ``last`` or ``mean``.
@@ -89,15 +89,15 @@ def embed_elsewhere(
         with _without_warnings():
             if library == "sentence_transformers":
                 model = module.SentenceTransformer(
-                    str(files), device=str(device), model_kwargs={"dtype": torch.float32}
+                    str(export_folder), device=str(device), model_kwargs={"dtype": torch.float32}
                 )
                 vectors = model.encode(list(texts), prompt=instruction, convert_to_tensor=True, show_progress_bar=False)
             else:
-                tokenizer = module.AutoTokenizer.from_pretrained(files)
-                model = module.AutoModel.from_pretrained(files, dtype=torch.float32).eval().to(device)
+                tokenizer = module.AutoTokenizer.from_pretrained(export_folder)
+                model = module.AutoModel.from_pretrained(export_folder, dtype=torch.float32).eval().to(device)
                 vectors = torch.stack([_pooled(model, tokenizer, instruction + text, pooling) for text in texts])
     except Exception as error:  # raised by the other library
-        raise EvaluationError(f"{library} cannot embed with {files}: {first_line(error)}.") from error
+        raise EvaluationError(f"{library} cannot embed with {export_folder}: {first_line(error)}.") from error
     return f"{library} {module.__version__}", nn.functional.normalize(vectors.float().cpu(), dim=-1)
 
 
@@ -111,11 +111,11 @@ def _pooled(model: nn.Module, tokenizer: Any, text: str, pooling: str) -> Tensor
 
 
 @torch.no_grad()
-def score_elsewhere(files: Path, pairs: Sequence[tuple[str, str]], device: torch.device) -> tuple[str, Tensor]:
+def score_elsewhere(export_folder: Path, pairs: Sequence[tuple[str, str]], device: torch.device) -> tuple[str, Tensor]:
     """Load an exported reranker in float32 in ``sentence-transformers``, and score pairs of a query and a document.
 
     Args:
-        files: folder of the files.
+        export_folder: folder of the files.
         pairs: ``n`` pairs.
         device: device of the model.
 
@@ -129,20 +129,25 @@ def score_elsewhere(files: Path, pairs: Sequence[tuple[str, str]], device: torch
     module = require("sentence_transformers", extra="embeddings", purpose="The check of a reranker")
     try:
         with _without_warnings():
-            model = module.CrossEncoder(str(files), device=str(device), model_kwargs={"dtype": torch.float32})
+            model = module.CrossEncoder(str(export_folder), device=str(device), model_kwargs={"dtype": torch.float32})
             scores = model.predict(list(pairs), convert_to_tensor=True, show_progress_bar=False)
     except Exception as error:  # raised by the other library
-        raise EvaluationError(f"sentence_transformers cannot score with {files}: {first_line(error)}.") from error
+        raise EvaluationError(
+            f"sentence_transformers cannot score with {export_folder}: {first_line(error)}."
+        ) from error
     return f"sentence_transformers {module.__version__}", scores.float().cpu()
 
 
 def tokenize_elsewhere(
-    files: Path, texts: Sequence[str], chats: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
+    export_folder: Path,
+    texts: Sequence[str],
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    variables: Mapping[str, Any],
 ) -> tuple[list[list[int]], list[list[int] | None]]:
     """Tokenize texts and conversations with the tokenizer files of a folder in ``transformers``.
 
     Args:
-        files: the folder.
+        export_folder: the folder.
         texts: texts, tokenized without special tokens around them.
         chats: conversations; one that ends with the user's turn gets the generation prompt.
         variables: further variables of the chat template.
@@ -157,10 +162,12 @@ def tokenize_elsewhere(
     transformers = require("transformers", extra="check", purpose="The check of an export")
     try:
         with _without_warnings():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(files)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(export_folder)
             text_ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     except Exception as error:  # raised by the other library
-        raise EvaluationError(f"transformers cannot read the tokenizer in {files}: {first_line(error)}.") from error
+        raise EvaluationError(
+            f"transformers cannot read the tokenizer in {export_folder}: {first_line(error)}."
+        ) from error
     chat_ids: list[list[int] | None] = []
     for chat in chats:
         is_prompt = chat[-1]["role"] == "user"

@@ -30,7 +30,7 @@ from torchtune.utils import UserError
 
 _ROWS = 4  # rows of a run, from each dataset
 _LABEL_ROWS = 64
-_HEADER = 16  # maximum number of tokens before an answer that are trained together with the answer
+_MAX_HEADER_TOKENS = 16  # maximum number of tokens before an answer that are trained together with the answer
 _DEGREES = ("tensor_parallel_dim", "context_parallel_dim", "expert_parallel_dim", "data_parallel_replicate_dim")
 # Settings of all runs, if the recipe has them.
 _SHORT = {
@@ -285,15 +285,15 @@ class _Checks:
             return f"loss {loss:.6f}, as the run continues"
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
-        first = self._whole[1]["loss"]
-        before = first
+        first_loss = self._whole[1]["loss"]
+        base_loss = first_loss
         if base is not None:
-            before = self._loss_of(base, rows)
-        if abs(before - first) > 10 * self._tolerance * max(1.0, abs(first)):
+            base_loss = self._loss_of(base, rows)
+        if abs(base_loss - first_loss) > 10 * self._tolerance * max(1.0, abs(first_loss)):
             return (
                 "loss not compared, because the recipe does not train on the config's loss alone (compute_loss adds a "
-                f"term): before the first step, with the weights of checkpoint_dir, it has {first:.6f} where the "
-                f"config's loss has {before:.6f}"
+                f"term): before the first step, with the weights of checkpoint_dir, it has {first_loss:.6f} where the "
+                f"config's loss has {base_loss:.6f}"
             )
         raise CheckFailed(f"the saved model's loss is {loss:.6f}, and the run continues with {expected:.6f}")
 
@@ -337,11 +337,15 @@ class _Checks:
         dataset = self._dataset(_LABEL_ROWS)
         parts = dataset.row_datasets()
         conversations_of_parts = [part.conversations() for part in parts]
-        has_conversations = not dataset.is_packed and None not in conversations_of_parts
-        if not has_conversations or not hasattr(self._tokenizer, "decode"):
+        if dataset.is_packed:
+            raise NotChecked("the dataset packs its rows, which then are not those of single conversations")
+        if None in conversations_of_parts:
             raise NotChecked("the dataset has no conversations")
+        if not hasattr(self._tokenizer, "decode"):
+            raise NotChecked("the tokenizer has no method decode")
         num_checked = 0
-        header = 0
+        # The header of an answer is the end of its prompt, which names the role. Some layouts train it, too.
+        num_trained_header_tokens = 0
         # Some templates make several rows of a conversation, which then do not begin as it does.
         split_conversation = getattr(self._tokenizer, "conversations", lambda messages: [messages])
         for part, iterator in zip(parts, conversations_of_parts, strict=True):
@@ -352,15 +356,16 @@ class _Checks:
                 split = split_conversation(conversations[number])
                 if len(split) == 1 and self._is_whole(row["tokens"]):
                     try:
-                        header = max(header, self._check_row(row, split[0]))
+                        num_trained = self._check_row(row, split[0])
                     except CheckFailed as error:
                         raise CheckFailed(f"row {number} of {part.source}: {error}") from None
+                    num_trained_header_tokens = max(num_trained_header_tokens, num_trained)
                     num_checked += 1
         if not num_checked:
             raise NotChecked("all rows are cut to max_seq_len or split into turns")
         text = f"{num_checked} rows are prompt and answer"
-        if header:
-            text += f"; the layout trains {header} tokens of the header"
+        if num_trained_header_tokens:
+            text += f"; the layout trains {num_trained_header_tokens} tokens of the header"
         return text
 
     def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
@@ -386,13 +391,13 @@ class _Checks:
         trains_question = len(messages) > 1 and not messages[-2].masked
         if trains_question:  # the config trains prompts, too
             return 0
-        header = len(prompt)  # trained tokens at the end of the prompt
+        num_trained = len(prompt)  # trained tokens at the end of the prompt
         masked = np.flatnonzero(~trained[: len(prompt)])
         if len(masked):
-            header -= 1 + int(masked[-1])
-        if header > _HEADER:
-            raise CheckFailed(f"the last {header} tokens of the prompt are trained")
-        return header
+            num_trained -= 1 + int(masked[-1])
+        if num_trained > _MAX_HEADER_TOKENS:
+            raise CheckFailed(f"the last {num_trained} tokens of the prompt are trained")
+        return num_trained
 
     def end_of_turn(self) -> str:
         """Check that every trained passage ends with the end-of-turn token."""

@@ -136,8 +136,8 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
         recipe_name: name of the recipe on the command line, if any, which the rows then cannot choose.
 
     Returns:
-        The settings found, then the other overrides in their order. ``recipe=dpo`` is among them if the rows are for
-        this recipe.
+        The settings found, then the other overrides in their order; a ``model=`` or ``data=`` that turns out to be no
+        shorthand comes after them. ``recipe=dpo`` is among the settings if the rows are for this recipe.
 
     Raises:
         UserError: a model or the data cannot be found or read, the rows have several readings, or the recipe does not
@@ -156,22 +156,22 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
     apply_overrides(document, other_overrides)
     recipe = current_name(str(document.data.get("recipe") or recipe_of(config) or ""))
     settings: list[str] = []
-    for key, name in shorthands.items():
+    for key, value in shorthands.items():
         section = document.data.get(_MODELS.get(key, "dataset"))
         if key == "data" and section is not None and "data" not in document.data:
-            data_settings = _DataSettings(name, document.data, recipe, other_overrides, config.stem).overrides()
+            data_settings = _DataSettings(value, document.data, recipe, other_overrides, config.stem).overrides()
             chooses_recipe = any(setting.startswith("recipe=") for setting in data_settings)
             if recipe_name is not None and chooses_recipe:
                 raise UserError(
-                    f"data={name}: the recipe {recipe_name} does not train on such rows: leave out its name, so that "
+                    f"data={value}: the recipe {recipe_name} does not train on such rows: leave out its name, so that "
                     "they choose the recipe."
                 )
             settings += data_settings
-        elif key in _MODELS and _names_checkpoint(section, name):
-            folder = _checkpoint_folder(key, name)
+        elif key in _MODELS and _names_checkpoint(section, value):
+            folder = _checkpoint_folder(key, value)
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:  # a setting of the user's own recipe, or a model's builder
-            other_overrides.append(f"{key}={name}")
+            other_overrides.append(f"{key}={value}")
     expanded = [*settings, *other_overrides]
     if held_out is not None:
         # The dataset may be one that data= has chosen: read the config as it is now.
@@ -475,15 +475,15 @@ class _DataSettings:
         arguments["split"] = self._split()
         column = node.get("label_column", "label")
         rows = load_rows(node["source"], **arguments)
-        labels = [row[column] for row in rows if row.get(column) is not None]
+        label_values = [row[column] for row in rows if row.get(column) is not None]
         try:
-            problem_type = node.get("problem_type") or problem_type_of(labels)
+            problem_type = node.get("problem_type") or problem_type_of(label_values)
         except DataError as error:
             raise UserError(f"data={self._name}: {error}.") from error
         if problem_type == REGRESSION:
             _say("classifier", "one number per row (regression)")
             return self._head_settings(1)
-        class_names = node.get("labels") or list(class_counts(labels))
+        class_names = node.get("labels") or list(class_counts(label_values))
         _say("classifier", f"{len(class_names)} classes ({problem_type})")
         return self._head_settings(len(class_names))
 

@@ -192,12 +192,12 @@ class _Conversation:
                 file=sys.stderr,
             )
             return
-        answer, end = self._stream_answer(row, min(room, self._args.max_new_tokens))
+        answer, end_reason = self._stream_answer(row, min(room, self._args.max_new_tokens))
         self._images = []
         self._messages = [*messages, {"role": "assistant", "content": answer}]
-        if end == "length" and room > self._args.max_new_tokens:
+        if end_reason == "length" and room > self._args.max_new_tokens:
             print(f"(truncated at --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
-        elif end == "length":
+        elif end_reason == "length":
             print(f"(truncated: the context of {self._model.max_seq_len} tokens is full; use /reset)", file=sys.stderr)
 
     def _stream_answer(self, row: dict[str, Any], limit: int) -> tuple[str, str]:
@@ -207,7 +207,7 @@ class _Conversation:
 
         decoder = StreamDecoder(self._tokenizer)
         pieces: list[str] = []
-        end = "length"
+        end_reason = "length"
         steps = stream_tokens(
             self._model,
             [row["tokens"]],
@@ -226,20 +226,20 @@ class _Conversation:
                 for step in steps:
                     token = int(step.tokens)
                     if token in self._tokenizer.stop_tokens:
-                        end = "stop"
+                        end_reason = "stop"
                         break
                     pieces.append(decoder.put(token))
                     print(pieces[-1], end="", flush=True)
                     if is_interrupted():
-                        end = "interrupt"
+                        end_reason = "interrupt"
                         break
         except KeyboardInterrupt:
-            end = "interrupt"
+            end_reason = "interrupt"
         finally:
             steps.close()  # the generator holds the KV cache
         pieces.append(decoder.end())
         print(pieces[-1], flush=True)
-        return "".join(pieces), end
+        return "".join(pieces), end_reason
 
     @contextmanager
     def _delayed_interrupts(self) -> Iterator[Callable[[], bool]]:

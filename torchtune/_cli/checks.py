@@ -105,7 +105,7 @@ class Checkpoint(Subcommand):
 
 
 class Doctor(Subcommand):
-    """Subcommand that reports devices, packages and disks of this machine, and reasons for slow runs."""
+    """Subcommand that reports devices, packages and disks of this machine, warnings and problems."""
 
     name = "doctor"
     help = "Check devices, packages, disks and the hub, and name what will be slow"
@@ -129,7 +129,7 @@ class Doctor(Subcommand):
         findings = examine(args.output.expanduser())
         for name, texts in (
             *findings.facts,
-            ("slow", findings.slow or ["nothing was found"]),
+            ("warnings", findings.warnings or ["none"]),
             ("problems", findings.problems or ["none: training can run"]),
         ):
             label = name

@@ -172,7 +172,15 @@ def eval_rows(args: argparse.Namespace) -> None:
 def _load(
     args: argparse.Namespace, folder: str, adapter: str | None, shards: str, *, images: bool = False
 ) -> tuple[Any, Any]:
-    """Load a model and its tokenizer; several processes share it by ``shards``, see :func:`torchtune.load`."""
+    """Load a model and its tokenizer.
+
+    Args:
+        args: parsed arguments.
+        folder: folder of the model.
+        adapter: folder of an adapter, or None.
+        shards: how several processes share the model, ``"layers"`` or ``"parameters"``, see :func:`torchtune.load`.
+        images: whether the model reads images.
+    """
     return torchtune.load(
         folder,
         adapter=adapter,
@@ -263,7 +271,7 @@ def _evaluate(
         ``model``, ``adapter`` and ``dtype``; ``perplexity`` and ``answers``, None if they were not measured.
     """
     images = node is not None or any(row.has_images for row in rows)  # the rows of a node are not read yet
-    model, tokenizer = _load(args, folder, adapter, "layers", images=images)
+    model, tokenizer = _load(args, folder, adapter, shards="layers", images=images)
     torchtune.generation.check_generates(model)
     weight = torchtune.modules.text_decoder(model).tok_embeddings.weight
     dtype = torchtune.training.precision.DTYPE_NAMES[weight.dtype]
@@ -398,7 +406,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     node, max_seq_len, name = _labeled_data(args)
     reports = []
     for folder, adapter in args.models:
-        model, tokenizer = _load(args, folder, adapter, "parameters")
+        model, tokenizer = _load(args, folder, adapter, shards="parameters")
         tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
         dataset = torchtune.datasets.instantiate_dataset(node, tokenizer, model.max_seq_len)
         reports.append(torchtune.evaluation.evaluate_classifier(model, dataset, batch_size=args.max_sequences))
@@ -454,7 +462,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
     tasks = torchtune.evaluation.find_tasks(names, args.include_path)
     for number, (folder, adapter) in enumerate(args.models, start=1):
         output = args.output / f"{number}_{Path(adapter or folder).resolve().name}"
-        model, tokenizer = _load(args, folder, adapter, "layers")
+        model, tokenizer = _load(args, folder, adapter, shards="layers")
         results = torchtune.evaluation.evaluate_tasks(
             model,
             tokenizer,
@@ -480,7 +488,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
     reranker = None
     if args.reranker is not None:
         folder = find_checkpoint(args.reranker)
-        judge, judge_tokenizer = _load(args, folder, None, "parameters")
+        judge, judge_tokenizer = _load(args, folder, adapter=None, shards="parameters")
         reranker = torchtune.evaluation.Reranker.of(folder, judge, judge_tokenizer)
     first = args.rerank_first or 100
     entries = []
@@ -488,7 +496,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
         settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
         if args.pooling:
             settings = dataclasses.replace(settings, pooling=args.pooling)
-        model, tokenizer = _load(args, folder, adapter, "parameters")
+        model, tokenizer = _load(args, folder, adapter, shards="parameters")
         label = _label(folder, adapter)
         entry = {"model": label, **dataclasses.asdict(settings)}
         options = {"settings": settings, "dimensions": args.dimensions, "batch_size": args.max_sequences}

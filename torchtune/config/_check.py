@@ -69,22 +69,22 @@ class Checker:
         self.notes: dict[str, str | None] = {}  # top-level key that nothing reads -> nearest valid name
 
     def check_fields(
-        self, path: KeyPath, data: dict[str, Any], cls: type, accepted: tuple[str, ...] = ()
+        self, path: KeyPath, data: dict[str, Any], cls: type, other_valid_keys: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        """Check a mapping against a dataclass and return the converted values; ``accepted`` are further valid keys."""
+        """Check a mapping against a dataclass, and return the converted values; skip the ``other_valid_keys``."""
         settings = settings_fields(cls)
         mistakes_before = self._count_mistakes()
         self._add_accepted_names(path, settings)
         values = {}
         for key, value in data.items():
-            if key in accepted:
+            if key in other_valid_keys:
                 continue
             if key not in settings:
                 is_variable = not path and key in self.variables
                 if not is_variable:
                     self.unknown.append(((*path, key), list(settings), "there is no such setting"))
             elif value == "???":
-                self.document.add((*path, key), "must be given: ??? stands for a value that you fill in")
+                self.document.add_mistake((*path, key), "must be given: ??? stands for a value that you fill in")
             else:
                 values[key] = self.check_value((*path, key), value, settings[key].annotation)
         for name, setting in settings.items():
@@ -111,9 +111,9 @@ class Checker:
             if not hasattr(settings, "check"):
                 return
             for key, message in settings.check():
-                self.document.add((*path, *split_key(key)), message)
+                self.document.add_mistake((*path, *split_key(key)), message)
         except ValueError as error:
-            self.document.add(path, str(error))
+            self.document.add_mistake(path, str(error))
 
     # Values
 
@@ -161,7 +161,7 @@ class Checker:
         try:
             locate(text, self.namespace)
         except (InstantiationError, ValueError) as error:
-            self.document.add(path, str(error))
+            self.document.add_mistake(path, str(error))
             return text
         return qualify(text, self.namespace)
 
@@ -169,10 +169,10 @@ class Checker:
         """Add a mistake for a number outside its ``Range``, and for NaN in any case."""
         for bounds in extras:
             if isinstance(bounds, Range) and not bounds.holds(value):
-                self.document.add(path, f"must be {bounds}, not {value}")
+                self.document.add_mistake(path, f"must be {bounds}, not {value}")
                 return
         if math.isnan(value):
-            self.document.add(path, "must be a number, not nan")
+            self.document.add_mistake(path, "must be a number, not nan")
 
     def _add_type_mistake(self, path: KeyPath, value: Any, annotation: Any) -> None:
         """Add a mistake for a value of another type, or for a text that is none of the choices."""
@@ -184,7 +184,7 @@ class Checker:
                 if get_origin(member) is Literal:
                     choices += map(str, get_args(member))
             hint = did_you_mean(value, choices)
-        self.document.add(path, f"must be {type_text(annotation)}, not {format_value(value, path)}{hint}")
+        self.document.add_mistake(path, f"must be {type_text(annotation)}, not {format_value(value, path)}{hint}")
 
     def _convert_contents(self, path: KeyPath, value: Any, member: Any, runtime_args: RuntimeArgs) -> Any:
         """Check the contents of a value of the right type, and convert it."""
@@ -199,7 +199,7 @@ class Checker:
                 misspelt = nearest("_component_", map(str, value))
                 if misspelt:
                     reason += f"; rename '{misspelt}'"
-                self.document.add(path, reason)
+                self.document.add_mistake(path, reason)
             return value
         if origin is float:
             return float(value)
@@ -219,7 +219,7 @@ class Checker:
         """Check the items of a list for a setting of type ``origin[args]``: a list, or a tuple of fixed length."""
         has_fixed_length = issubclass(origin, tuple) and args[-1] is not Ellipsis
         if has_fixed_length and len(args) != len(items):
-            self.document.add(path, f"must have {len(args)} items, not {len(items)}")
+            self.document.add_mistake(path, f"must have {len(args)} items, not {len(items)}")
             return items
         values = []
         for index, item in enumerate(items):
@@ -265,12 +265,12 @@ class Checker:
         try:
             target = locate(name, self.namespace)
         except (InstantiationError, ValueError) as error:
-            self.document.add((*path, "_component_"), str(error))
+            self.document.add_mistake((*path, "_component_"), str(error))
             self.visit_components(path, arguments)
             return
         node["_component_"] = qualify(name, self.namespace)
         if is_configurable(target):
-            self.check_fields(path, node, target.Config, accepted=("_component_",))
+            self.check_fields(path, node, target.Config, other_valid_keys=("_component_",))
             # `__init__` takes the config first, then the runtime arguments.
             self._bind_runtime_args(path, name, remaining(accepts(target), 1), runtime_args, set())
         elif callable(target):
@@ -283,7 +283,7 @@ class Checker:
             self._check_arguments(path, node, signature, runtime_args, bound)
         else:
             kind = "module" if inspect.ismodule(target) else type(target).__name__
-            self.document.add((*path, "_component_"), f"'{name}' is a {kind}, not a class or function")
+            self.document.add_mistake((*path, "_component_"), f"'{name}' is a {kind}, not a class or function")
 
     def _bind_runtime_args(
         self, path: KeyPath, name: str, signature: Accepts, runtime_args: RuntimeArgs | None, yaml_keys: set[str]
@@ -295,12 +295,12 @@ class Checker:
         superfluous = runtime_args.positional[len(signature.order) :]
         if superfluous and not signature.variadic and not signature.open:
             extra = ", ".join(superfluous)
-            self.document.add(path, f"{name} takes no argument for the {extra} that the recipe hands over")
+            self.document.add_mistake(path, f"{name} takes no argument for the {extra} that the recipe hands over")
         for keyword in runtime_args.keywords:
             if keyword in signature.named:
                 bound[keyword] = keyword
             elif not signature.open and not signature.ignores_unknown:
-                self.document.add(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
+                self.document.add_mistake(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
         for key, argument in signature.named.items():
             if argument.required and key not in bound and key not in yaml_keys:
                 self.missing.append(((*path, key), f"{name} needs this argument, but it is not given"))
@@ -323,10 +323,10 @@ class Checker:
             if key not in signature.named and self._replace_former_argument(argument_path, node):
                 continue
             if key in bound and bound[key] == key:
-                self.document.add(argument_path, f"is handed to {name} by the recipe: remove it")
+                self.document.add_mistake(argument_path, f"is handed to {name} by the recipe: remove it")
             elif key in bound:
                 reason = f"is where {name} gets the {bound[key]} of the recipe: let it take that first, or remove this"
-                self.document.add(argument_path, reason)
+                self.document.add_mistake(argument_path, reason)
             elif key not in signature.named and not signature.open:
                 self.unknown.append((argument_path, list(signature.named), f"{name} takes no argument '{key}'"))
                 self.visit_components(argument_path, value)
@@ -359,7 +359,7 @@ class Checker:
             log_once(get_logger(), f"{position}: {name} ignores '{key}': it has no effect any more.", level=30)
             del node[key]
         else:
-            self.document.add(path, f"{name} takes no argument '{key}' any more: {replacement}")
+            self.document.add_mistake(path, f"{name} takes no argument '{key}' any more: {replacement}")
         return True
 
     def finish(self) -> None:
@@ -393,10 +393,10 @@ class Checker:
                 continue
             if local_name:
                 misspelt.add((*path[:-1], local_name))
-            self.document.add(path, reason + suggestion(suggested))
+            self.document.add_mistake(path, reason + suggestion(suggested))
         for path, reason in self.missing:
             if path not in misspelt:
-                self.document.add(path, reason, at=path[:-1])
+                self.document.add_mistake(path, reason, at=path[:-1])
 
 
 def _has_type(value: Any, member: Any) -> bool | None:

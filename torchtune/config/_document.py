@@ -96,7 +96,7 @@ class Document:
                 return self.positions[path[:end]]
         return Position(self.name)
 
-    def add(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
+    def add_mistake(self, path: KeyPath, reason: str, at: KeyPath | None = None) -> None:
         """Add a mistake, with secrets redacted; ``at`` is the key to point to, by default ``path``."""
         self.count += 1
         if at is None:
@@ -138,7 +138,7 @@ class _Builder:
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         """Convert ``node``, which stands at ``path``."""
         if node in self.ancestors:
-            self.document.add(path, "contains itself through a YAML alias")
+            self.document.add_mistake(path, "contains itself through a YAML alias")
             return None
         self.count += 1
         if self.count > _MAX_VALUES:
@@ -178,7 +178,7 @@ class _Builder:
                         merged = {**defaults, **merged}
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag.endswith(":null"):
-                self.document.add(path, "has a key that is not a plain name")
+                self.document.add_mistake(path, "has a key that is not a plain name")
                 continue
             # Names of settings are text. Inside a section, an integer stays one: a mapping may have ids as keys.
             key = _convert_scalar(self.loader, key_node)
@@ -188,7 +188,7 @@ class _Builder:
             if key in value:
                 first_line = self.document.positions[key_path].line
                 self._record_position(key_path, key_node)
-                self.document.add(key_path, f"is given twice, first in line {first_line}: remove one")
+                self.document.add_mistake(key_path, f"is given twice, first in line {first_line}: remove one")
                 continue
             self._record_position(key_path, key_node)
             value[key] = self.build(item, key_path)
@@ -410,7 +410,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
                 _assign(document, keys, text, position)
         except _InvalidOverride as error:
             document.positions[(key or token,)] = position
-            document.add((key or token,), str(error))
+            document.add_mistake((key or token,), str(error))
 
 
 def _convert_key(node: Any, key: str, section_path: KeyPath) -> str | int:

@@ -64,7 +64,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     for path, text in list(written.items()):
         if not _is_valid(text):
             reason = "is not a valid interpolation: write ${key} or ${section.key}"
-            document.add(path, f"'{truncate_text(text)}' {reason}")
+            document.add_mistake(path, f"'{truncate_text(text)}' {reason}")
             parent_of(document.data, path)[path[-1]] = UNRESOLVED
             del written[path]
     if not written:
@@ -105,7 +105,7 @@ def _add_mistakes(
         causes = failed_keys.intersection(_REFERENCE.findall(written[path])) - {join_key(path)}
         if causes and "Recursive" not in error:  # the texts of a cycle refer to each other: each is named
             continue
-        document.add(path, f"'{truncate_text(written[path])}' {_explain_error(error, names)}")
+        document.add_mistake(path, f"'{truncate_text(written[path])}' {_explain_error(error, names)}")
 
 
 def _referenced_paths(path: KeyPath, text: str) -> list[KeyPath]:
@@ -177,7 +177,7 @@ def _check_expansion(document: Document, references: dict[KeyPath, list[KeyPath]
             if all_references > _MAX_REFERENCES or all_characters > _MAX_CHARACTERS:
                 text = truncate_text(str(value))
                 reason = f"resolving it takes the config over {_MAX_REFERENCES:,} references or 1 MiB of text"
-                document.add(path, f"'{text}' refers to too much: {reason}")
+                document.add_mistake(path, f"'{text}' refers to too much: {reason}")
                 document.check()
 
 

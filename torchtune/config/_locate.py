@@ -30,13 +30,13 @@ def _import_error(name: str, path: str, error: Exception) -> InstantiationError:
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name
     if missing.partition(".")[0] != name.partition(".")[0]:
-        reason = f"because '{missing}' is not installed"
-    else:
-        first_line = str(error).partition("\n")[0]
-        reason = f"with {type(error).__name__}: {first_line}"
-        if isinstance(error, SyntaxError):
-            reason += f" ({error.filename}, line {error.lineno})"
-    return InstantiationError(f"'{path}': module '{name}' failed to import {reason}")
+        # The module of the path is there, and imports one that is not.
+        return InstantiationError(f"'{path}': module '{name}' failed to import because '{missing}' is not installed")
+    first_line = str(error).partition("\n")[0]
+    message = f"'{path}': module '{name}' failed to import with {type(error).__name__}: {first_line}"
+    if isinstance(error, SyntaxError):
+        message += f" ({error.filename}, line {error.lineno})"
+    return InstantiationError(message)
 
 
 def _module_exists(name: str) -> bool:

@@ -79,7 +79,7 @@ def load_and_check(
     document = read_document(find_config(config_path))
     apply_overrides(document, overrides)
     if isinstance(document.data.get("recipe"), dict | list):
-        document.add(("recipe",), "must be the name or the path of a recipe")
+        document.add_mistake(("recipe",), "must be the name or the path of a recipe")
         document.check()
     if recipe is None or inspect.isclass(recipe):
         main = None
@@ -102,10 +102,10 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
     variables = interpolate(document, defaults)
     _remove_retired(document, cls, fields)
-    accepted = ()
+    other_valid_keys = ()
     name = None
     if "recipe" not in fields:
-        accepted = ("recipe",)
+        other_valid_keys = ("recipe",)
         name = recipe_name_of(document.data, scope)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
@@ -113,13 +113,13 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     remark = explain_wrong_recipe(data, scope, fields)
     checker = Checker(document, scope, variables)
     try:
-        values = checker.check_fields((), document.data, cls, accepted)
+        values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
         checker.finish()
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
             for key in filter(is_setting, checker.notes):
-                document.add((key,), "there is no such setting")
+                document.add_mistake((key,), "there is no such setting")
         document.check()
     except ConfigError as error:
         raise ConfigError(error.errors, remark) from None
@@ -158,7 +158,7 @@ def _check_quantizer(document: Document, settings: Any) -> None:
     from torchtune._recipe_registry import promises
 
     if "quantizer" in promises(settings.recipe) and getattr(settings, "quantizer", None) is None:
-        document.add(
+        document.add_mistake(
             ("quantizer",),
             f"is missing, and {settings.recipe} trains for a quantized model: name a quantizer, such as "
             "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer",
@@ -174,12 +174,12 @@ def _check_paths(document: Document) -> None:
             continue
         name = names[-1]  # of a list of paths, the name of the list
         if value == "" and name.endswith("_dir"):
-            document.add(path, "is empty: name a folder")
+            document.add_mistake(path, "is empty: name a folder")
         if name.endswith(("dir", "path", "file")) and os.sep in value:
             try:
                 refuse_foreign(value)
             except (ForeignPathError, ValueError) as error:  # ValueError: not a path
-                document.add(path, str(error))
+                document.add_mistake(path, str(error))
 
 
 def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any:

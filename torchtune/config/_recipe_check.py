@@ -87,7 +87,7 @@ def check_keys_are_read(
         elif is_note(document, key, read, arguments):
             without_effect[key] = similar
         else:
-            document.add((key,), f"is never read by {name}{suggestion(similar)}")
+            document.add_mistake((key,), f"is never read by {name}{suggestion(similar)}")
     # Other code may read any key of a config that it receives, so a warning would often be wrong.
     if not _passes_config(tree, recipe_main.__globals__):
         warn_unread(document, without_effect, name)
@@ -107,7 +107,7 @@ def _check_labels(document: Document, tree: ast.Module, names: dict[str, Any], n
     line = _line_of_shift(tree)
     if line is not None:
         reason = f"has labels that are shifted already, and line {line} of {name} shifts them again: remove it"
-        document.add(("dataset",), reason)
+        document.add_mistake(("dataset",), reason)
 
 
 @functools.lru_cache(maxsize=16)

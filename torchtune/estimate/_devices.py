@@ -96,10 +96,10 @@ def parse_cluster(text: str) -> tuple[int, Accelerator]:
     nearest_names = []
     for nearest_key in difflib.get_close_matches(key, _BY_NAME, n=2, cutoff=0.5):
         nearest_names.append(_BY_NAME[nearest_key].name.replace(" ", ""))
-    hint = "the table has"
+    hint = f"the table has {all_names}."
     if nearest_names:
-        hint = f"did you mean {' or '.join(nearest_names)}? The table has"
-    raise DeviceNameError(f"--simulate {text}: the device '{match['name']}' is not known: {hint} {all_names}.")
+        hint = f"did you mean {' or '.join(nearest_names)}? The table has {all_names}."
+    raise DeviceNameError(f"--simulate {text}: the device '{match['name']}' is not known: {hint}")
 
 
 def parse_memory(text: str) -> float:

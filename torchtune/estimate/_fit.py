@@ -27,7 +27,7 @@ from torchtune.supervision import StepPlan
 from torchtune.utils import UserError
 
 # Maximum number of combinations to simulate, in each of two rounds.
-MOST = 8
+MAX_SIMULATIONS = 8
 # Tolerated error of a product of slowdowns, as a factor.
 CLOSE = 1.1
 # Tolerated error of a product of savings, as a factor.
@@ -63,7 +63,7 @@ class Candidate:
     memory: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
-def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> list[list[Option]]:
+def _levers(cfg: SettingsView, processes: int, *, with_last_resorts: bool, has_experts: bool) -> list[list[Option]]:
     """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings."""
     levers = {
         "gradient_accumulation_steps": _micro_batches(cfg),
@@ -77,9 +77,9 @@ def _levers(cfg: SettingsView, processes: int, *, last: bool, experts: bool) -> 
         levers["model_converters"] = _tiles_of_feed_forward(cfg)
     if processes > 1:
         levers["data_parallel_replicate_dim"] = _replicas(cfg)
-    if processes > 1 and experts:
+    if processes > 1 and has_experts:
         levers["expert_parallel_dim"] = _parallel_sizes(cfg, processes, "expert_parallel_dim", 1.02)
-    if processes > 1 and last:
+    if processes > 1 and with_last_resorts:
         # The ranks of these dimensions are taken from those that shard the data.
         shard = "data_parallel_shard_dim=-1"
         levers["tensor_parallel_dim"] = _parallel_sizes(cfg, processes, "tensor_parallel_dim", 1.2, shard)
@@ -186,15 +186,15 @@ def _tiles_of_feed_forward(cfg: SettingsView) -> list[Option]:
 
 
 # Levers that are only tried if nothing fits without them.
-LAST = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
+LAST_RESORTS = ("tensor_parallel_dim", "context_parallel_dim", "fsdp_cpu_offload")
 
 
 def candidates(
     settings: Any,
     processes: int,
     *,
-    last: bool = False,
-    experts: bool = False,
+    with_last_resorts: bool = False,
+    has_experts: bool = False,
     costs: Mapping[tuple[str, ...], float] | None = None,
 ) -> dict[tuple[str, ...], float]:
     """Return the overrides of every combination of levers, with the estimated slowdown of a step, ascending.
@@ -202,12 +202,15 @@ def candidates(
     Args:
         settings: initial settings; overrides that they already contain are omitted.
         processes: number of processes.
-        last: return combinations with a lever of ``LAST`` instead of combinations without.
-        experts: whether the model has experts, which expert parallelism can distribute.
+        with_last_resorts: return only the combinations with a lever of ``LAST_RESORTS``, instead of only those without.
+        has_experts: whether the model has experts, which expert parallelism can distribute.
         costs: simulated slowdowns of single changes; others use a rough factor.
     """
     levers = []
-    for options in _levers(SettingsView.of(settings), processes, last=last, experts=experts):
+    levers_of_settings = _levers(
+        SettingsView.of(settings), processes, with_last_resorts=with_last_resorts, has_experts=has_experts
+    )
+    for options in levers_of_settings:
         if costs is not None:
             options = [(changed, costs.get(changed, slowdown)) for changed, slowdown in options]
         levers.append(options)
@@ -218,8 +221,8 @@ def candidates(
             overrides.extend(changed)
         # Two levers may set the same key to the same value.
         key = tuple(dict.fromkeys(overrides))
-        has_last = any(override.startswith(LAST) for override in key)
-        if has_last is last:
+        has_last_resort = any(override.startswith(LAST_RESORTS) for override in key)
+        if has_last_resort is with_last_resorts:
             slowdown = math.prod(factor for _, factor in combination)
             slowdowns[key] = min(slowdown, slowdowns.get(key, math.inf))
     # Of equally fast combinations, the one with fewer overrides comes first.
@@ -250,7 +253,7 @@ class Search:
         check: raises if overrides exclude each other.
         measure: simulates overrides; raises if the run rejects them.
         report: called with a line of text for every candidate.
-        experts: whether the model has experts.
+        has_experts: whether the model has experts.
         known: simulated candidates by overrides; None if rejected.
     """
 
@@ -260,22 +263,28 @@ class Search:
     check: Callable[[tuple[str, ...]], Any]
     measure: Callable[[tuple[str, ...]], Candidate]
     report: Callable[[str], None]
-    experts: bool = False
+    has_experts: bool = False
     known: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
 
-    def fitting(self, *, last: bool) -> list[Candidate]:
-        """Return the simulated candidates that fit, fastest first; for ``last`` see :func:`candidates`."""
+    def fitting(self, *, with_last_resorts: bool) -> list[Candidate]:
+        """Return the simulated candidates that fit, fastest first; for ``with_last_resorts`` see :func:`candidates`."""
         initial = self._simulate(())
         singles = {}
         if initial is not None:  # otherwise there is nothing to compare them with
-            singles = self._simulate_singles(last=last)
+            singles = self._simulate_singles(with_last_resorts=with_last_resorts)
         costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
-        combinations = candidates(self.settings, self.processes, last=last, experts=self.experts, costs=costs)
+        combinations = candidates(
+            self.settings,
+            self.processes,
+            with_last_resorts=with_last_resorts,
+            has_experts=self.has_experts,
+            costs=costs,
+        )
         predicted: list[Saved] = []
         simulations = 0
         for overrides, slowdown in combinations.items():
             fastest = min((candidate.seconds for candidate in self._list_fitting()), default=math.inf)
-            if simulations == MOST:
+            if simulations == MAX_SIMULATIONS:
                 break
             # Combinations are in order of time: all later ones are slower, too.
             if initial is not None and initial.seconds * slowdown > fastest * CLOSE:
@@ -306,9 +315,14 @@ class Search:
                 self.report(describe(self.known[overrides], self.limit))
         return self.known[overrides]
 
-    def _simulate_singles(self, *, last: bool) -> dict[tuple[str, ...], Candidate]:
+    def _simulate_singles(self, *, with_last_resorts: bool) -> dict[tuple[str, ...], Candidate]:
         """Simulate each change of a single lever that is valid alone."""
-        levers = _levers(SettingsView.of(self.settings), self.processes, last=last, experts=self.experts)
+        levers = _levers(
+            SettingsView.of(self.settings),
+            self.processes,
+            with_last_resorts=with_last_resorts,
+            has_experts=self.has_experts,
+        )
         singles = {}
         for changed, _ in itertools.chain(*levers):
             if changed and self._is_valid(changed):
@@ -403,10 +417,10 @@ def find_fastest(
         return Candidate(overrides, estimate.peak, seconds, memory)
 
     model, _, _ = build_on_meta(settings)
-    experts = any(isinstance(module, MoE) for module in model.modules())
-    search = Search(settings, processes, limit, check, measure, report, experts)
-    for last in (False, True):
-        fitting = search.fitting(last=last)
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    search = Search(settings, processes, limit, check, measure, report, has_experts)
+    for with_last_resorts in (False, True):
+        fitting = search.fitting(with_last_resorts=with_last_resorts)
         if fitting:
             fastest = fitting[0]
             return fastest, estimates[fastest.overrides]

@@ -264,12 +264,12 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run backward passes in the calling thread inside the block, because dispatch modes are per thread."""
-    before = torch.autograd.is_multithreading_enabled()
+    was_enabled = torch.autograd.is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)
     try:
         yield
     finally:
-        torch.autograd.set_multithreading_enabled(before)
+        torch.autograd.set_multithreading_enabled(was_enabled)
 
 
 @contextmanager

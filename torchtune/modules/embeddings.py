@@ -16,7 +16,8 @@ class VocabularyGrowth:
 
     Attributes:
         rows_in_files: number of rows in the files.
-        first_new: number of rows of tokens in the files; rows behind them only pad the vocabulary.
+        first_new: index of the first new row: the number of rows of tokens in the files, behind which rows only pad
+            the vocabulary.
         descriptions: for each new token, the token ids of the text that describes it; empty: none.
     """
 
@@ -85,8 +86,8 @@ def resize_token_embeddings(
     Args:
         model: model with ``tok_embeddings``, and an ``output`` that is a linear layer or tied.
         num_embeddings: new size of the vocabulary, at least 1.
-        num_trained: number of old rows that tokens have; rows behind them, which only pad the vocabulary, count as
-            new. By default all old rows.
+        num_trained: number of old rows that tokens have, so that they were trained before; rows behind them, which only
+            pad the vocabulary, count as new. By default all old rows.
         descriptions: for each new token, the ids of tokens that describe it, or none.
 
     Raises:
@@ -100,6 +101,7 @@ def resize_token_embeddings(
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
     old_rows = model.tok_embeddings.weight.shape[0]
+    # Not rows that a run trains: those that tokens have used before.
     first_new = old_rows if num_trained is None else num_trained
     growth = VocabularyGrowth(
         rows_in_files=old_rows,

@@ -45,9 +45,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         gate, up = ctx.saved_tensors
         needs_gate, needs_up = ctx.needs_input_grad
-        grad_gate = grad_up = None
+        grad_up = None
         if needs_up:
             grad_up = F.silu(gate).mul_(grad)
+        grad_gate = None
         if needs_gate:
             grad_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return grad_gate, grad_up

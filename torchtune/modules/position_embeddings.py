@@ -235,6 +235,7 @@ class RotaryPositionalEmbeddings(nn.Module):
             input_pos = input_pos.unsqueeze(0)
         if input_pos.ndim == 3:
             coordinates = input_pos[self.axes].movedim(0, -1)  # [b, s, r / 2], one of each pair of channels
+            # For the length below, time is enough: text, which ends a sequence, has the same number in all coordinates.
             input_pos = input_pos[0]
         else:
             coordinates = input_pos[..., None]  # [b, s, 1]

@@ -109,12 +109,12 @@ def setup_torch_profiler(
     """
     if not enabled:
         return DummyProfiler(), {"enabled": False}
-    wanted = {"CPU": cpu, "CUDA": cuda, "XPU": xpu, "HPU": hpu}
+    requested = {"CPU": cpu, "CUDA": cuda, "XPU": xpu, "HPU": hpu}
     supported = torch.profiler.supported_activities()
     activities = []
-    for name, is_wanted in wanted.items():
+    for name, is_requested in requested.items():
         activity = getattr(ProfilerActivity, name, None)  # not every release of torch has all of them
-        if is_wanted and activity in supported:
+        if is_requested and activity in supported:
             activities.append(activity)
     if not activities:
         raise UserError("profiler: nothing to record on this machine: set one of cpu, cuda, xpu or hpu to True.")
@@ -164,7 +164,7 @@ def setup_torch_profiler(
         on_trace_ready=on_trace_ready,
         **options,
     )
-    recorded = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in wanted}
+    recorded = {name.lower(): getattr(ProfilerActivity, name, None) in activities for name in requested}
     return profiler, {"enabled": True, "output_dir": output_dir, **recorded, **schedule, **options}
 
 

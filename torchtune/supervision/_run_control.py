@@ -301,18 +301,17 @@ class RunControl:
         seconds = self._clock() - self._saved_at
         if seconds <= self._grace:
             return
-        longest = _DURATIONS_BETWEEN * seconds
-        if self._every_n_seconds is None or self._every_n_seconds > longest:
-            self._every_n_seconds = longest
-            consequence = "one is written"
+        longest_interval = _DURATIONS_BETWEEN * seconds
+        if self._every_n_seconds is None or self._every_n_seconds > longest_interval:
+            self._every_n_seconds = longest_interval
+            consequence = f"one is written every {longest_interval / 60:.3g} minutes"
         else:
-            consequence = "save_every_n_minutes writes one"
+            consequence = f"save_every_n_minutes writes one every {self._every_n_seconds / 60:.3g} minutes"
         get_logger().warning(
             f"A checkpoint and a step take {seconds:.3g} s, more than the {self._grace:.3g} s between the signal and "
-            f"the kill (--grace): a checkpoint that begins at the signal is lost, so {consequence} every "
-            f"{self._every_n_seconds / 60:.3g} minutes."
+            f"the kill (--grace): a checkpoint that begins at the signal is lost, so {consequence}."
         )
-        self._grace = math.inf
+        self._grace = math.inf  # warned once: nothing is measured from here on
 
     def _apply_requests(self, requests: list[bool]) -> None:
         """Apply the requests of all ranks, see :meth:`_local_requests`; the first signal decides the exit code."""

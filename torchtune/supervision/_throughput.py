@@ -162,13 +162,13 @@ class Throughput:
     def _attention_by_token(self, batches: list[Any]) -> float:
         """Return the attention FLOPs per token of a step."""
         lengths = []
-        before = []
+        nums_before = []  # earlier positions that each document continues from
         for batch in batches:
             if isinstance(batch, Mapping):
                 for length, num_before in document_spans(batch):
                     lengths.append(length)
-                    before.append(num_before)
-        return self._flops.attention(lengths, before) / max(sum(lengths), 1)
+                    nums_before.append(num_before)
+        return self._flops.attention(lengths, nums_before) / max(sum(lengths), 1)
 
     def step(self, *, processed: int, trained: int) -> None:
         """Count one optimizer step.

@@ -111,11 +111,20 @@ def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(_machine, "_file_system", lambda path: "nfs4")
     monkeypatch.setattr(_machine, "has_fast_matmul", lambda dtype, device: dtype == torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    slow = "\n".join(_machine.examine(tmp_path).slow)
-    assert "dtype=bf16 on cpu: emulated" in slow
-    assert "3 cores" in slow
-    assert "1 threads on 3 cores: unset or raise OMP_NUM_THREADS" in slow
-    assert f"runs: {tmp_path} is on a network file system (nfs4)" in slow
+    warnings = "\n".join(_machine.examine(tmp_path).warnings)
+    assert "dtype=bf16 on cpu: emulated" in warnings
+    assert "3 cores" in warnings
+    assert "1 threads on 3 cores: unset or raise OMP_NUM_THREADS" in warnings
+    assert f"runs: {tmp_path} is on a network file system (nfs4)" in warnings
+
+
+@pytest.mark.usefixtures("offline")
+def test_warnings_do_not_change_the_exit_code(tune, tmp_path, monkeypatch):
+    monkeypatch.setattr(_machine, "_SMALL_DISK", float("inf"))
+    result = tune("doctor", "--output", str(tmp_path))
+    warnings = "\n".join(rows(result.out)["warnings"])
+    assert result.code == 0
+    assert re.search("runs: .* GiB free: a checkpoint needs", warnings)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/mounts"), reason="needs /proc/mounts")

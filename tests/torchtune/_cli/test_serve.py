@@ -513,7 +513,7 @@ def test_stop_texts_are_found_across_pieces_in_one_pass():
             piece = text[start : start + size]
             sent += buffer.put(piece, piece)
         if buffer.mark:
-            return sent + buffer.before, buffer.mark
+            return sent + buffer.text_before, buffer.mark
         return sent + buffer.text, None
 
     for size in (1, 2, 3, 50):

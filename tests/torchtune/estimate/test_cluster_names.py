@@ -70,7 +70,11 @@ def test_candidates_keep_the_rows_of_a_step():
 def test_expert_parallelism_is_tried_only_with_experts():
     settings = {"expert_parallel_dim": 1, "tensor_parallel_dim": 1}
     assert list(candidates(settings, 4)) == [()]
-    assert list(candidates(settings, 4, experts=True)) == [(), ("expert_parallel_dim=2",), ("expert_parallel_dim=4",)]
+    assert list(candidates(settings, 4, has_experts=True)) == [
+        (),
+        ("expert_parallel_dim=2",),
+        ("expert_parallel_dim=4",),
+    ]
 
 
 def test_tiles_of_feed_forward_layers_are_tried_for_long_rows_only():
@@ -119,7 +123,7 @@ def test_the_fastest_is_found_whatever_a_lever_costs_on_a_device(seconds, limit,
 
     messages: list[str] = []
     search = Search(settings, 1, limit, size, take, messages.append)
-    fitting = search.fitting(last=False)
+    fitting = search.fitting(with_last_resorts=False)
     everything = [take(overrides) for overrides in candidates(settings, 1)]
     assert fitting[0] == min(
         (candidate for candidate in everything if candidate.peak <= limit), key=lambda candidate: candidate.seconds

@@ -142,8 +142,11 @@ def attention(
             k = k[:, -num_visible:]
             v = v[:, -num_visible:]
             num_keys = k.shape[1]
-        is_causal_row = is_causal = False
-        window = chunk = None
+        # All keys that are left are visible: there is nothing to mask.
+        is_causal_row = False
+        is_causal = False
+        window = None
+        chunk = None
     if documents is None:
         # A window or chunk that covers the whole row masks nothing.
         if window is not None and window >= num_keys:

@@ -184,9 +184,9 @@ class _RepeatByGroup(torch.autograd.Function):
 def _sum_rows(rows: Tensor, group_of_row: Tensor, num_groups: int) -> Tensor:
     """Sum rows ``[t, o]`` by group to ``[e, o]``."""
     # Sums of many rows lose digits in half precision.
-    compute = torch.promote_types(rows.dtype, torch.float32)
-    sums = rows.new_zeros(num_groups, rows.shape[1], dtype=compute)
-    sums.index_add_(0, group_of_row, rows.to(compute))
+    compute_dtype = torch.promote_types(rows.dtype, torch.float32)
+    sums = rows.new_zeros(num_groups, rows.shape[1], dtype=compute_dtype)
+    sums.index_add_(0, group_of_row, rows.to(compute_dtype))
     return sums.to(rows.dtype)
 
 
@@ -271,8 +271,8 @@ class _FrozenGroupedMM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         counts, ends, *stored = ctx.saved_tensors
-        weight = ctx.decode(*stored).transpose(1, 2)  # [e, o, i]
-        grad_x = grouped_mm(grad.contiguous(), weight, RowGroups(counts, ends))
+        transposed_weight = ctx.decode(*stored).transpose(1, 2)  # [e, o, i]
+        grad_x = grouped_mm(grad.contiguous(), transposed_weight, RowGroups(counts, ends))
         # counts, ends, decode and the stored tensors have no gradient.
         return grad_x, None, None, None, *[None] * len(stored)
 

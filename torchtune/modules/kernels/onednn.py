@@ -110,7 +110,9 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         # With create_graph=True, the products need gradients of their own.
         product = torch.mm if torch.is_grad_enabled() else mm
-        grad_rows = grad_weight = grad_bias = None
+        grad_rows = None
+        grad_weight = None
+        grad_bias = None
         if weight is not None:
             grad_rows = product(grad, weight)  # [n, in]
         if rows is not None:

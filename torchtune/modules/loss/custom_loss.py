@@ -326,8 +326,8 @@ class OlderLoss(_Adapter):
         """See :meth:`torchtune.modules.loss.SFTLoss.sum_and_count`."""
         if "weights" not in self.arguments:  # the other options change no result
             refuse_weights(self.loss, options.get("weights"))
-        taken = {name: value for name, value in options.items() if name in self.arguments}
-        return self.loss.sum_and_count(hidden, labels, projection, **taken)
+        accepted_options = {name: value for name, value in options.items() if name in self.arguments}
+        return self.loss.sum_and_count(hidden, labels, projection, **accepted_options)
 
 
 class BalancedLoss(_Adapter):

@@ -71,8 +71,8 @@ class Chunks(ABC):
         if launches_kernels(log_decays.device):
             # A product with a constant sums g over all pairs of positions: two launches, where five are below.
             by_head = log_decays.flatten(1, 2)  # [n, n_v, c]
-            pairs, is_later = _pairs_of_positions(num_positions, log_decays.device)
-            sums = torch.baddbmm(is_later, by_head, pairs.expand(len(by_head), -1, -1)).view(
+            pairs, causal_mask = _pairs_of_positions(num_positions, log_decays.device)
+            sums = torch.baddbmm(causal_mask, by_head, pairs.expand(len(by_head), -1, -1)).view(
                 *log_decays.shape[:3], -1
             )  # [n, n_k, r, c + c * c]
             self.log_since_start = self._log_since_start(sums[..., num_positions - 1])
@@ -176,10 +176,10 @@ def _pairs_of_positions(c: int, device: torch.device) -> tuple[Tensor, Tensor]:
     position = torch.arange(c, device=device)
     since_state = position[:, None] <= position  # [c, c]
     is_of_pair = (position[:, None, None] > position) & since_state[:, :, None]  # [c, i, j]
-    is_later = torch.full((c, c), float("-inf"), device=device).triu(1)
+    causal_mask = torch.full((c, c), float("-inf"), device=device).triu(1)
     return (
         torch.cat([since_state, is_of_pair.flatten(1)], dim=1).float(),
-        torch.cat([is_later.new_zeros(c), is_later.flatten()]),
+        torch.cat([causal_mask.new_zeros(c), causal_mask.flatten()]),
     )
 
 
@@ -232,13 +232,13 @@ class _Group(NamedTuple):
     """Chunks that are computed at once.
 
     Attributes:
-        positions: of the chunks.
-        first: index of the first chunk.
+        positions: their positions in the sequence.
+        start: index of the first chunk.
         num_chunks: number of chunks.
     """
 
     positions: slice
-    first: int
+    start: int
     num_chunks: int
 
     def of(self, x: Tensor) -> Tensor:
@@ -250,9 +250,9 @@ class _Group(NamedTuple):
         return self.of(x).unflatten(3, (key_heads, -1)).movedim(2, 4)
 
     @property
-    def last(self) -> int:
+    def end(self) -> int:
         """Index of the chunk after the group."""
-        return self.first + self.num_chunks
+        return self.start + self.num_chunks
 
 
 def _groups(num_positions: int, chunks_per_group: int) -> list[_Group]:
@@ -297,9 +297,9 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         for group in _groups(out.shape[1], chunks_per_group):
             chunks = kind(*map(group.of, inputs))
             chunks.read(
-                states[group.first : group.last + 1],
+                states[group.start : group.end + 1],  # with the state after the group
                 group.heads_first(out, k.shape[2]),
-                starts_empty=state is None and group.first == 0,
+                starts_empty=state is None and group.start == 0,
             )
             del chunks  # before the next group allocates its own
         return out[:, : v.shape[1]].contiguous(), states
@@ -316,7 +316,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
             chunks = kind(*map(group.of, inputs))
             d_out = heads_first(group.of(grad), k.shape[2])
             grads_of_group = [group.heads_first(tensor, k.shape[2]) for tensor in grads]
-            d_state = chunks.gradients(states[group.first : group.last + 1], d_out, d_state, grads_of_group)
+            d_state = chunks.gradients(states[group.start : group.end + 1], d_out, d_state, grads_of_group)
             del chunks, d_out  # before the next group allocates its own
         return tuple(tensor[:, : k.shape[1]].contiguous() for tensor in grads)
 

@@ -52,6 +52,7 @@ class _DeltaChunks(Chunks):
         state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
         keys_until_end = self.k * self.until_end
         decays = self._decays_of_states()
+        # In place: `written` becomes u = written - W S, for the state S before the chunk, which is known only now.
         for index, (chunk_written, chunk_weights, chunk_keys) in enumerate(
             zip(*map(self._by_chunk, (written, state_weights, keys_until_end)), strict=True)
         ):
@@ -74,48 +75,54 @@ class _DeltaChunks(Chunks):
         k = self.k
         beta = self.beta
         decay = self.decay
-        before = states[:-1].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
-        # The forward pass again.
-        similarities = (k @ k.mT) * decay  # [n, n_k, r, c, c]
-        inverse = self._inverse(similarities)
+        states_before = states[:-1].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
+        # The forward pass again, for all chunks at once, because the states are known.
+        decayed_similarities = (k @ k.mT) * decay  # [n, n_k, r, c, c]
+        inverse = self._inverse(decayed_similarities)
         solution = inverse * beta.mT
         keys_since_state = k * self.since_state  # [n, n_k, r, c, h_k]
         keys_until_end = k * self.until_end
-        error = self.v - keys_since_state @ before
-        written = solution @ error  # [n, n_k, r, c, h_v]
-        scores = q @ k.mT  # [n, n_k, 1, c, c]
+        error = self.v - keys_since_state @ states_before
+        written = solution @ error  # u, [n, n_k, r, c, h_v]
+        scores = q @ k.mT  # [n, n_k, 1, c, c], not decayed
 
         # What positions write is read within the chunk, and from the state after it.
-        d_read_q = d_out * self.since_state
-        d_written = (scores * decay).mT @ d_out
+        d_from_states = d_out * self.since_state  # of from_states = q @ states_before
+        d_written = (scores * decay).mT @ d_out  # [n, n_k, r, c, h_v], by readers within the chunk
         d_states = torch.empty_like(states)
         d_states[-1] = 0.0 if d_state is None else d_state
-        self._d_states(d_states, d_written, d_read_q, solution @ keys_since_state, keys_until_end)
-        d_afters = d_states[1:].flatten(0, 1)
+        # In place: fills d_states, and completes d_written by what is read from the states after.
+        state_weights = solution @ keys_since_state
+        self._backward_through_states(d_states, d_written, d_from_states, state_weights, keys_until_end)
+        d_states_after = d_states[1:].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
 
-        # The triangular system (I + system) u = beta * error: its gradient solves the transposed system.
+        # The triangular system (I + system) u = target, with system = beta * decayed_similarities below the diagonal
+        # and target = beta * error: its gradient solves the transposed system.
         d_target = inverse.mT @ d_written
-        negative_d_system = (d_target @ written.mT).tril_(-1)
-        d_error = beta * d_target
-        d_beta = (d_target * error).sum(-1).sub_((negative_d_system * similarities).sum(-1))
-        negative_d_system.mul_(beta)
+        negative_d_system = (d_target @ written.mT).tril_(-1)  # [n, n_k, r, c, c]
+        d_error = beta * d_target  # also the gradient of v
+        d_beta = (d_target * error).sum(-1).sub_((negative_d_system * decayed_similarities).sum(-1))
 
-        # Scores and similarities are multiplied by the decay, whose logarithm has the gradient d_log_decay.
-        d_scores = (d_out @ written.mT).mul_(decay)
-        d_log_decay = (d_scores * scores).addcmul_(negative_d_system, similarities, value=-1)
-        negative_d_similarities = negative_d_system.mul_(decay)
+        # The products q k^T (scores) and k k^T (similarities) are multiplied by the decay: d_scores and
+        # negative_d_similarities are gradients of the products, d_log_decay is that of the decay's logarithm.
+        d_scores = (d_out @ written.mT).mul_(decay)  # [n, n_k, r, c, c]
+        negative_d_decayed_similarities = negative_d_system.mul_(beta)
+        d_log_decay = (d_scores * scores).addcmul_(negative_d_decayed_similarities, decayed_similarities, value=-1)
+        negative_d_similarities = negative_d_decayed_similarities.mul_(decay)
 
         # Queries and keys also read the incoming state, and keys write to the outgoing one: [n, n_k, r, c, h_k].
-        d_q_by_state = d_read_q @ before.mT
-        negative_d_k_by_state = (d_error * self.since_state) @ before.mT
-        written_to_after = written @ d_afters.mT
-        d_k = (d_scores.mT @ q).addcmul_(self.until_end, written_to_after).sub_(negative_d_k_by_state)
+        d_q_by_state = d_from_states @ states_before.mT
+        negative_d_k_by_state = (d_error * self.since_state) @ states_before.mT
+        d_keys_until_end = written @ d_states_after.mT
+        d_k = (d_scores.mT @ q).addcmul_(self.until_end, d_keys_until_end).sub_(negative_d_k_by_state)
+        # Similarities are symmetric products: a key is a factor of its row and of its column.
         d_k.sub_((negative_d_similarities + negative_d_similarities.mT) @ k)
 
-        # Gradients of the logarithms of the decays; the last position also decays the state after the chunk.
+        # Gradients of the logarithms of the decays; since_state of the last position also decays the state before the
+        # chunk to the state after it.
         d_log_since = (q * d_q_by_state).sum(-1).sub_((k * negative_d_k_by_state).sum(-1))
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_afters * before).sum((-2, -1))
-        d_log_until = (keys_until_end * written_to_after).sum(-1)
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_states_after * states_before).sum((-2, -1))
+        d_log_until = (keys_until_end * d_keys_until_end).sum(-1)
         d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
 
         # Through the normalization, whose queries have the length h_k ** -0.5; r value heads share q and k.
@@ -127,23 +134,37 @@ class _DeltaChunks(Chunks):
             target.copy_(self.split(gradient))
         return d_states[0]
 
-    def _d_states(
-        self, d_states: Tensor, d_written: Tensor, d_read_q: Tensor, state_weights: Tensor, keys_until_end: Tensor
+    def _backward_through_states(
+        self, d_states: Tensor, d_written: Tensor, d_from_states: Tensor, state_weights: Tensor, keys_until_end: Tensor
     ) -> None:
-        """Compute the gradients of the states, and add to ``d_written`` what is read from the states after."""
-        torch.matmul(self.q.mT, d_read_q, out=d_states[:-1].flatten(0, 1))
+        """Compute the gradients of the states, from the last to the first.
+
+        Args:
+            d_states: ``[m + 1, b, ...]``, of which ``d_states[-1]`` is known and the others are written.
+            d_written: gradient of what positions write, by readers within the chunk, ``[n, n_k, r, c, h_v]``; what is
+                read from the states after is added.
+            d_from_states: gradient of ``q @ S``, ``[n, n_k, r, c, h_v]``.
+            state_weights: W, ``[n, n_k, r, c, h_k]``.
+            keys_until_end: keys, decayed until the end of their chunk, ``[n, n_k, r, c, h_k]``.
+        """
+        torch.matmul(self.q.mT, d_from_states, out=d_states[:-1].flatten(0, 1))
         decays = self._decays_of_states()
+        # A state is read by the queries of its chunk (above), decays to the next state, and changes what its chunk
+        # writes by -W S. So the gradient of what is written has to be complete before that of the state.
         tensors_of_chunks = zip(*map(self._by_chunk, (d_written, state_weights, keys_until_end)), strict=True)
         for index, (chunk_d_written, chunk_weights, chunk_keys) in reversed(list(enumerate(tensors_of_chunks))):
             chunk_d_written.baddbmm_(chunk_keys, d_states[index + 1].flatten(0, 2))
             d_states[index].addcmul_(d_states[index + 1], decays[index])
             d_states[index].flatten(0, 2).baddbmm_(chunk_weights.mT, chunk_d_written, alpha=-1)
 
-    def _inverse(self, similarities: Tensor) -> Tensor:
-        """Return the inverse of I + system, ``[n, n_k, r, c, c]``, of decayed similarities of keys."""
-        identity = torch.eye(similarities.shape[-1], dtype=torch.float32, device=similarities.device)
+    def _inverse(self, decayed_similarities: Tensor) -> Tensor:
+        """Return the inverse of I + system for the products of keys ``k k^T``, decayed, ``[n, n_k, r, c, c]``."""
+        num_positions = decayed_similarities.shape[-1]
+        identity = torch.eye(num_positions, dtype=torch.float32, device=decayed_similarities.device)
         # unitriangular: the diagonal is read as 1, whatever it holds.
-        return torch.linalg.solve_triangular(similarities * self.beta, identity, upper=False, unitriangular=True)
+        return torch.linalg.solve_triangular(
+            decayed_similarities * self.beta, identity, upper=False, unitriangular=True
+        )
 
     def _decays_of_states(self) -> Tensor:
         """Return how much each chunk decays a state, ``[m, b, n_k, r, 1, 1]``."""

@@ -68,27 +68,27 @@ class _StateSpaceChunks(Chunks):
 
         # With the sums G of g until a position, all that it reads has the factor exp(G), all that it writes exp(-G),
         # and the state after the chunk exp(G) of the last position.
-        d_cumulative = out.mul_(d_out).sum(-1)  # [n, n_k, r, c]
-        d_written = weights.mT @ d_out  # [n, n_k, r, c, h_v]
+        d_cumulative = out.mul_(d_out).sum(-1)  # [n, n_k, r, c], gradient of G
+        d_written = weights.mT @ d_out  # [n, n_k, r, c, h_v], by readers within the chunk
         del out, weights
 
         # The states before the chunks are read by q, and decay to the states after them.
-        d_read = self._rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
-        d_states = self._d_states(d_read, states, d_state)
-        d_afters = d_states[1:]
-        d_cumulative[..., -1].add_((d_afters * states[1:]).sum((-2, -1)).flatten(0, 1))
+        d_from_states = self._rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
+        d_states = self._d_states(d_from_states, states, d_state)  # [m + 1, b, ...]
+        d_states_after = d_states[1:]
+        d_cumulative[..., -1].add_((d_states_after * states[1:]).sum((-2, -1)).flatten(0, 1))
 
-        # What positions write is read within the chunk, and from the state after it.
-        d_written.addcmul_(self._from_states(self.k, d_afters), self.until_end)
+        # What positions write is also read from the state after the chunk: d_written is complete.
+        d_written.addcmul_(self._from_states(self.k, d_states_after), self.until_end)
         d_beta = (d_written * self.v).sum(-1)  # [n, n_k, r, c]
         d_cumulative.addcmul_(self.beta[..., 0], d_beta, value=-1)
         d_g = sum_of_later(d_cumulative)
 
         # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
         d_scores = (d_out @ written.mT).mul_(self.decay).sum(2)  # [n, n_k, c, c]
-        d_q = self._sum_of_products(d_scores, k, d_read, self._columns(states[:-1]))  # [n, n_k, c, h_k]
+        d_q = self._sum_of_products(d_scores, k, d_from_states, self._columns(states[:-1]))  # [n, n_k, c, h_k]
         written_to_after = self._rows(written, self.until_end)
-        d_k = self._sum_of_products(d_scores.mT, q, written_to_after, self._columns(d_afters))
+        d_k = self._sum_of_products(d_scores.mT, q, written_to_after, self._columns(d_states_after))
 
         grad_q, grad_k, grad_v, grad_g, grad_beta = grads
         grad_q.copy_(self.split(d_q[:, :, None]))
@@ -110,37 +110,38 @@ class _StateSpaceChunks(Chunks):
             states: of which ``states[0]`` is known.
             starts_empty: whether ``states[0]`` is zero.
         """
-        afters = states[1:]
+        states_after = states[1:]
         if self.num_chunks == 1:
-            self._outer_products(written_to_after, self.k, afters)
+            self._outer_products(written_to_after, self.k, states_after)
             if not starts_empty:
-                afters[0].addcmul_(states[0], self.since_state[..., -1:, :])
+                states_after[0].addcmul_(states[0], self.since_state[..., -1:, :])
             return
-        added = torch.empty_like(afters)
+        added = torch.empty_like(states_after)
         self._outer_products(written_to_after, self.k, added)
-        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(afters))
+        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(states_after))
         if not starts_empty:
             since_start = self.log_since_start.exp().to(states.dtype)
-            self._heads(afters).addcmul_(self._heads(states[:1]), since_start[..., None])
+            self._heads(states_after).addcmul_(self._heads(states[:1]), since_start[..., None])
 
-    def _d_states(self, d_read: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
+    def _d_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
         """Compute the gradients of all states ``[m + 1, b, ...]``, each of what reads it and what later ones leave.
 
         Args:
-            d_read: gradient of what positions read of the state before their chunk, ``[n, n_k, c, r * h_v]``.
+            d_from_states: gradient of what positions read of the state before their chunk, ``[n, n_k, c, r * h_v]``.
             states: ``[m + 1, b, ...]``.
             d_state: gradient of the last state; None: zero.
         """
-        d_added = torch.empty_like(states)
-        d_added[-1] = 0.0 if d_state is None else d_state
-        self._outer_products(d_read, self.q, d_added[:-1])
+        d_by_readers = torch.empty_like(states)  # without what later states leave
+        d_by_readers[-1] = 0.0 if d_state is None else d_state
+        self._outer_products(d_from_states, self.q, d_by_readers[:-1])
         if self.num_chunks == 1:
-            d_added[0].addcmul_(d_added[1], self.since_state[..., -1:, :])
-            return d_added
+            d_states = d_by_readers
+            d_states[0].addcmul_(d_states[1], self.since_state[..., -1:, :])
+            return d_states
         # Between all states, of which a row with index i reads those up to column i: [b * n_v, m + 1, m + 1].
         decays = decays_between(F.pad(self.log_since_start, (1, 0)))
         d_states = torch.empty_like(states)
-        torch.bmm(decays.mT, self._heads(d_added), out=self._heads(d_states))
+        torch.bmm(decays.mT, self._heads(d_by_readers), out=self._heads(d_states))
         return d_states
 
     @staticmethod
@@ -261,19 +262,21 @@ class _StepSizes(torch.autograd.Function):
         needs_parameters = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         if needs_parameters:
             # Of a_log and dt_bias at each position, side by side, so that both sums are one operator: [2, b, s, heads].
-            gradients = torch.empty(2, *log_decays.shape, dtype=torch.float32, device=log_decays.device)
-            torch.mul(d_log_decays, log_decays, out=gradients[0])
-            d_before_softplus = gradients[1]
+            d_parameters = torch.empty(2, *log_decays.shape, dtype=torch.float32, device=log_decays.device)
+            torch.mul(d_log_decays, log_decays, out=d_parameters[0])  # of a_log: a log_decay is -exp(a_log) * step size
+            d_before_softplus = d_parameters[1]  # of dt_bias, too; written below
         else:
             d_before_softplus = torch.empty(log_decays.shape, dtype=dt_dtype, device=log_decays.device)
-        d_step_sizes = torch.addcmul(d_step_sizes, d_log_decays, rate)
+        d_softplus = torch.addcmul(d_step_sizes, d_log_decays, rate)
         if ctx.limits != _NO_LIMITS:
-            d_step_sizes = torch.ops.aten.hardtanh_backward(d_step_sizes, step_sizes, *ctx.limits)
+            # The clamped step sizes are enough: those at a limit have no gradient.
+            d_softplus = torch.ops.aten.hardtanh_backward(d_softplus, step_sizes, *ctx.limits)
         # 1 and 20: the defaults of softplus, which is the identity above 20.
-        torch.ops.aten.softplus_backward.grad_input(d_step_sizes, before_softplus, 1, 20, grad_input=d_before_softplus)
-        d_a_log = d_dt_bias = None
+        torch.ops.aten.softplus_backward.grad_input(d_softplus, before_softplus, 1, 20, grad_input=d_before_softplus)
+        d_a_log = None
+        d_dt_bias = None
         if needs_parameters:
-            d_a_log, d_dt_bias = gradients.sum((1, 2)).to(torch.promote_types(a_log_dtype, dt_bias_dtype))
+            d_a_log, d_dt_bias = d_parameters.sum((1, 2)).to(torch.promote_types(a_log_dtype, dt_bias_dtype))
         if ctx.scale != 1.0:
             d_before_softplus = d_before_softplus * ctx.scale
         return d_before_softplus.to(dt_dtype), d_dt_bias, d_a_log, None, None
@@ -316,10 +319,10 @@ class _GatedNorm(torch.autograd.Function):
         d_scale = None
         if ctx.groups == 1 and x.is_cuda:
             # Norm and scale have one operator, whose arguments are of one dtype.
-            d_normed = grad.float().unsqueeze(-2)  # [..., 1, dim]
+            d_scaled = grad.float().unsqueeze(-2)  # [..., 1, dim]
             needed = [True, ctx.needs_input_grad[2]]
             d_gated, d_scale = torch.ops.aten._fused_rms_norm_backward(
-                d_normed, gated, gated.shape[-1:], rstd, scale.float(), needed
+                d_scaled, gated, gated.shape[-1:], rstd, scale.float(), needed
             )
         else:
             if ctx.needs_input_grad[2]:
@@ -330,7 +333,8 @@ class _GatedNorm(torch.autograd.Function):
         d_gated = d_gated.flatten(-2)
         d_x = torch.mul(d_gated, silu, out=torch.empty_like(x))
         d_gate = torch.empty_like(gate)
-        torch.ops.aten.silu_backward.grad_input(d_gated.mul_(x), gate_float, grad_input=d_gate)
+        d_silu = d_gated.mul_(x)
+        torch.ops.aten.silu_backward.grad_input(d_silu, gate_float, grad_input=d_gate)
         return d_x, d_gate, None if d_scale is None else d_scale.to(scale.dtype), None, None
 
 

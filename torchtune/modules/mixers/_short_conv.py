@@ -56,12 +56,15 @@ class _CausalConv(torch.autograd.Function):
         d_x = grad * last
         if needs_weight:
             torch.sum(grad * x, (0, 1), dtype=torch.float32, out=d_taps[-1])
+        # A tap of distance D gives input t the gradient of output t + D, if no document begins between them. That is
+        # the gradient of distance D - 1 at t + 1, if t + 1 continues the document of t.
+        d_tap_products = grad
         for index in reversed(range(len(earlier))):
-            length = max(0, grad.shape[1] - 1)  # positions that a later one reads
-            grad = grad[:, 1:] * continues[:, 1 : length + 1]
-            d_x[:, :length].addcmul_(grad, earlier[index])
+            length = max(0, d_tap_products.shape[1] - 1)  # inputs that are read from this distance
+            d_tap_products = d_tap_products[:, 1:] * continues[:, 1 : length + 1]
+            d_x[:, :length].addcmul_(d_tap_products, earlier[index])
             if needs_weight:
-                torch.sum(grad * x[:, :length], (0, 1), dtype=torch.float32, out=d_taps[index])
+                torch.sum(d_tap_products * x[:, :length], (0, 1), dtype=torch.float32, out=d_taps[index])
         d_weight = None
         if needs_weight:
             d_weight = torch.empty_like(weight).copy_(d_taps.mT)

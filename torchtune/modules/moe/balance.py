@@ -66,14 +66,20 @@ class Balance:
         self._statistics = _RouterStatistics()
 
     @outside_graphs
-    def attach(self, chosen: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Return ``chosen`` ``[t, k]``; its backward pass adds the loss gradient of ``probabilities`` ``[t, e]``."""
+    def attach(self, selected_scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """Record the probabilities, and return the scores, whose backward pass adds the gradient of the balancing loss.
+
+        Args:
+            selected_scores: scores of the selected experts, ``[t, k]``.
+            probabilities: of all experts, ``[t, e]``; they get the gradient.
+            counts: tokens per expert, int64 ``[e]``.
+        """
         if in_backward_pass():
-            return chosen
+            return selected_scores  # a recomputed forward pass: the first one has recorded them
         self._statistics.probability_sums.append(probabilities.detach().sum(0))
         self._statistics.counts.append(counts)
         self._statistics.num_tokens.append(len(probabilities))
-        return _AttachGradient.apply(chosen, probabilities, self._statistics)
+        return _AttachGradient.apply(selected_scores, probabilities, self._statistics)
 
     def add_to(self, loss: Tensor, count: Tensor | int = 1) -> Tensor:
         """Return ``loss``, a sum over ``count`` labels, plus ``count`` times the balancing loss since the last call."""
@@ -97,10 +103,10 @@ class _AttachGradient(torch.autograd.Function):
     """Identity for scores of selected experts, whose backward pass gives the probabilities their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, chosen: Tensor, probabilities: Tensor, statistics: _RouterStatistics) -> Tensor:
+    def forward(ctx: Any, selected_scores: Tensor, probabilities: Tensor, statistics: _RouterStatistics) -> Tensor:
         ctx.statistics = statistics
         ctx.shape = probabilities.shape
-        return chosen.view_as(chosen)
+        return selected_scores.view_as(selected_scores)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

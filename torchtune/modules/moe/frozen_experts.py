@@ -141,11 +141,11 @@ class _Weights:
     def __init__(self, weights: Mapping[str, Tensor | Stored]) -> None:
         self.tensors: list[Tensor] = []
         self._parameters: list[_Parameter] = []
-        self.dtypes_of_stored: dict[str, torch.dtype] = {}  # dtypes of the decoded matrices by name
+        self.decoded_dtypes: dict[str, torch.dtype] = {}  # name of an encoded parameter -> dtype of its matrices
         for name, weight in weights.items():
             start = len(self.tensors)
             if isinstance(weight, Stored):
-                self.dtypes_of_stored[name] = weight.dtype
+                self.decoded_dtypes[name] = weight.dtype
                 self.tensors.extend(weight.tensors)
                 decode = weight.decode
             else:
@@ -196,8 +196,8 @@ def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, r
     num_experts = len(counts)
     decoded_bytes = 0  # per expert
     for name, (_, inputs, outputs) in experts.matrix_shapes().items():
-        if name in weights.dtypes_of_stored:
-            decoded_bytes += inputs * outputs * weights.dtypes_of_stored[name].itemsize
+        if name in weights.decoded_dtypes:
+            decoded_bytes += inputs * outputs * weights.decoded_dtypes[name].itemsize
     experts_per_group = num_experts
     if decoded_bytes:
         experts_per_group = max(1, _BYTES_PER_GROUP // decoded_bytes)
@@ -208,9 +208,9 @@ def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, r
     start = 0
     for number, end in enumerate(row_ends(RowGroups.of(counts).ends, experts_per_group, rows)):
         first_expert = number * experts_per_group
-        last_expert = min(first_expert + experts_per_group, num_experts)  # not included
+        end_expert = min(first_expert + experts_per_group, num_experts)
         if end > start:
-            groups.append(_Group(experts=slice(first_expert, last_expert), rows=slice(start, end)))
+            groups.append(_Group(experts=slice(first_expert, end_expert), rows=slice(start, end)))
         start = end
     return groups
 
@@ -463,16 +463,16 @@ class _Projection:
         trained: dict[str, Tensor] = {}
         grad_scores: Tensor | None = None
         if needs_x:
-            of_product = grouped_mm(grad, self.matrix.transpose(1, 2), self.rows)  # [r, i]
+            grad_by_matrix = grouped_mm(grad, self.matrix.transpose(1, 2), self.rows)  # [r, i]
             if scores is not None:
                 # The gradient of a score is output · grad, where (x W) · grad = x · (grad Wᵀ).
-                grad_scores = (self.x * of_product).sum(-1, dtype=torch.float32)
-                of_product *= scores
+                grad_scores = (self.x * grad_by_matrix).sum(-1, dtype=torch.float32)
+                grad_by_matrix *= scores
             if grad_x is None:
-                grad_x = of_product
+                grad_x = grad_by_matrix
             else:
-                grad_x.add_(of_product)
-            del of_product
+                grad_x.add_(grad_by_matrix)
+            del grad_by_matrix
 
         if self.adapter is not None:
             low = self.low
@@ -535,19 +535,20 @@ def _backward_of_group(
     leaves = [output.detach().requires_grad_() for output in projected]
     with torch.enable_grad():
         hidden = experts.activate(*leaves)  # [r, h]
-    output = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
-    of_hidden = output.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
-    del output  # and all that it holds, before the next tensors are made
-    grad_projected = list(torch.autograd.grad(hidden, leaves, of_hidden.x))
+    output_projection = _Projection(experts, _OUTPUT_MATRIX, hidden.detach(), rows.by_expert, weights)
+    # Of the output matrix's input, which is `hidden`, of its parameters and of the scores.
+    output_gradients = output_projection.backward(rows.gather(grad), needed, rows.scores(grad.dtype))
+    del output_projection  # and all that it holds, before the next tensors are made
+    grad_projected = list(torch.autograd.grad(hidden, leaves, output_gradients.x))  # [r, h] each
     del hidden, leaves, projected
 
-    trained = dict(of_hidden.trained)
+    trained = dict(output_gradients.trained)
     grad_x: Tensor | None = None
     while projections:  # each is freed before the next
         gradients = projections.pop().backward(grad_projected.pop(), needed, needs_x=needs_x, grad_x=grad_x)
         trained.update(gradients.trained)
         grad_x = gradients.x
-    return _GroupGradients(grad_x, of_hidden.scores, trained)
+    return _GroupGradients(grad_x, output_gradients.scores, trained)
 
 
 class _RandomState:
@@ -600,8 +601,9 @@ def apply_frozen_experts(
         order = selection.order
         num_rows = order.numel()  # a row for each copy of a token
     groups = _make_groups(experts, weights, counts, num_rows)
-    # The outputs of a group alone could be saved, and decoded weights come in groups; a recomputed layer saves nothing.
-    saves_projected = not (weights.dtypes_of_stored or experts.recomputes)
+    # Decoded weights come in groups of experts, and only one group's outputs could be saved; a recomputed layer saves
+    # nothing.
+    saves_projected = not (weights.decoded_dtypes or experts.recomputes)
     call = _Call(experts, weights, groups, saves_projected=saves_projected)
     inputs = (x, counts, scores, order, *weights.tensors)
     needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in inputs)

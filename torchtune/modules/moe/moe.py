@@ -102,33 +102,33 @@ class TokenChoiceTopKRouter(nn.Module):
         logits = self.gate(x)  # [t, e]
         scores = None  # of all experts, [t, e]
         if self._needs_selected_only():
-            top_logits, selected = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
-            chosen = top_logits.softmax(-1)
+            top_logits, selected_experts = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
+            selected_scores = top_logits.softmax(-1)
         else:
             if self.score_function == "sigmoid":
                 scores = logits.float().sigmoid()
             else:
                 scores = logits.softmax(-1, dtype=torch.float32)
             if self.selection_bias is None and self.top_groups == self.groups:
-                chosen, selected = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
+                selected_scores, selected_experts = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
             else:
                 # Bias and groups decide which experts are selected; the scores of these stay as they are.
-                selection_scores = scores  # [t, e]
+                ranking_scores = scores  # [t, e]
                 if self.selection_bias is not None:
-                    selection_scores = selection_scores + self.selection_bias
+                    ranking_scores = ranking_scores + self.selection_bias
                 if self.top_groups != self.groups:
-                    selection_scores = self._without_other_groups(selection_scores)
-                selected = selection_scores.topk(self.experts_per_token, dim=-1).indices  # [t, k]
-                chosen = scores.gather(-1, selected)  # [t, k]
+                    ranking_scores = self._without_other_groups(ranking_scores)
+                selected_experts = ranking_scores.topk(self.experts_per_token, dim=-1).indices  # [t, k]
+                selected_scores = scores.gather(-1, selected_experts)  # [t, k]
             if self.normalize:
-                chosen = _Normalize.apply(chosen, self.sum_eps)
+                selected_scores = _Normalize.apply(selected_scores, self.sum_eps)
         if self.scale != 1.0:
-            chosen = chosen * self.scale
+            selected_scores = selected_scores * self.scale
         if self.expert_scale is not None:
-            chosen = chosen * self.expert_scale[selected]
+            selected_scores = selected_scores * self.expert_scale[selected_experts]
         # Not `bincount`, for which the host waits.
         counts = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
-        counts.scatter_(0, selected.flatten(), 1, reduce="add")
+        counts.scatter_(0, selected_experts.flatten(), 1, reduce="add")
         if self.training:
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = torch.zeros_like(counts)
@@ -137,8 +137,8 @@ class TokenChoiceTopKRouter(nn.Module):
                 probabilities = scores  # [t, e]
                 if self.score_function == "sigmoid":  # those of a token do not sum to 1
                     probabilities = scores / scores.sum(-1, keepdim=True)
-                chosen = self.balance.attach(chosen, probabilities, counts)
-        return chosen, selected, counts
+                selected_scores = self.balance.attach(selected_scores, probabilities, counts)
+        return selected_scores, selected_experts, counts
 
     def _needs_selected_only(self) -> bool:
         """Return whether the scores of the other experts have no effect.
@@ -281,8 +281,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the mixture to ``[b, s, d]``."""
         tokens = x.flatten(0, -2)  # [t, d], t = b * s
-        scores, selected, counts = self.router(tokens)  # [t, k], [t, k], [e]
-        order = selected.flatten().argsort(stable=True)  # [t * k], copies of tokens sorted by expert
+        scores, selected_experts, counts = self.router(tokens)  # [t, k], [t, k], [e]
+        order = selected_experts.flatten().argsort(stable=True)  # [t * k], copies of tokens sorted by expert
         # Before the other experts, which activation checkpointing then need not compute again to get here.
         shared = None
         if self.shared_expert is not None:

@@ -46,17 +46,20 @@ class ExpertParallel:
             experts: this rank's experts.
             rows: rows ``[t, d]``, sorted by expert.
             counts: number of this rank's rows per expert, of all e experts, int64 ``[e]``.
+
+        Returns:
+            The outputs of this rank's rows, ``[t, d]``, in their order.
         """
-        ranks = self.group.size()
+        num_ranks = self.group.size()
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=self.group)
-        received_counts = received_counts.view(ranks, -1)  # by source rank and local expert
+        received_counts = received_counts.view(num_ranks, -1)  # by source rank and local expert
         # The host must know the sizes, because it allocates the received rows.
-        sent, received = exchange_sizes(counts.view(ranks, -1), received_counts, len(rows))
+        sent, received = exchange_sizes(counts.view(num_ranks, -1), received_counts, len(rows))
         received_rows = exchange_rows(rows, sent, received, self.group)
 
         # Received rows are sorted by source rank, then by expert: sort them by expert, and back afterward.
-        local_experts = torch.arange(received_counts.shape[1], device=rows.device).repeat(ranks)
+        local_experts = torch.arange(received_counts.shape[1], device=rows.device).repeat(num_ranks)
         # With output_size, the host does not wait for the sum of the counts.
         expert_of_row = local_experts.repeat_interleave(received_counts.flatten(), output_size=len(received_rows))
         order = expert_of_row.argsort(stable=True)
@@ -67,21 +70,22 @@ class ExpertParallel:
         return exchange_rows(computed, received, sent, self.group)  # [t, d]
 
 
-def check_experts(path: str, experts: nn.Module, ranks: int) -> None:
-    """Check that ``ranks`` ranks can share the experts equally.
+def check_experts(path: str, experts: nn.Module, num_ranks: int) -> None:
+    """Check that ``num_ranks`` ranks can share the experts equally.
 
     Raises:
-        ParallelError: the module is not a :class:`GroupedExperts`, or ``ranks`` does not divide the number of experts.
+        ParallelError: the module is not a :class:`GroupedExperts`, or ``num_ranks`` does not divide the number of
+            experts.
     """
     if not isinstance(experts, GroupedExperts):
         raise ParallelError(
-            f"expert_parallel_dim is {ranks}: '{path}' is a {type(experts).__name__}, which cannot be distributed over "
-            "ranks: set it to 1."
+            f"expert_parallel_dim is {num_ranks}: '{path}' is a {type(experts).__name__}, which cannot be distributed "
+            "over ranks: set it to 1."
         )
-    if experts.num_experts % ranks:
+    if experts.num_experts % num_ranks:
         raise ParallelError(
-            f"expert_parallel_dim is {ranks}: it must divide the {experts.num_experts} experts of '{path}', so that "
-            "all ranks have equally many."
+            f"expert_parallel_dim is {num_ranks}: it must divide the {experts.num_experts} experts of '{path}', so "
+            "that all ranks have equally many."
         )
 
 

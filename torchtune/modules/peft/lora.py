@@ -80,17 +80,19 @@ class LoRAProjection(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])  # [n, out]
         if mask is not None:
             mask = mask.view(grad.shape[0], -1)  # [n, in]
-        grad_x = grad_weight = grad_bias = grad_a = grad_b = None
         if needs_x or needs_a:
             grad_low = _scaled_mm(grad, lora_b, ctx.scale)  # [n, r]
+        grad_a = None
         if needs_a:
             adapter_rows = rows if mask is None else torch.where(mask, rows, 0.0)
             grad_a = mm(grad_low.t(), adapter_rows)  # [r, in]
             del adapter_rows  # [n, in], not needed for the products below
+        grad_b = None
         if needs_b and computes_on_cpu(grad.device):
             grad_b = _scaled_mm(low.t(), grad, ctx.scale).t()  # faster than a narrow result
         elif needs_b:
             grad_b = _scaled_mm(grad.t(), low, ctx.scale)  # autograd would copy a transposed gradient
+        grad_x = None
         if needs_x:
             grad_x = mm(grad, ctx.decode(*stored))  # [n, in]
             if mask is None:
@@ -98,8 +100,10 @@ class LoRAProjection(torch.autograd.Function):
             else:
                 grad_x.addcmul_(grad_low @ lora_a, mask)
             grad_x = grad_x.view(ctx.shape)
+        grad_weight = None
         if needs_weight:
             grad_weight = mm(grad.t(), rows)  # [out, in]
+        grad_bias = None
         if needs_bias:
             grad_bias = grad.sum(0)
         # Only the first stored tensor, a weight that is not in a storage format, can have a gradient.

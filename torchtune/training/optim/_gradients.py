@@ -232,18 +232,18 @@ class LossScaler:
         """
         if not self.is_enabled:
             return
-        before = self._on_device
-        if before is None:
-            before = _DeviceScale(
+        current = self._on_device
+        if current is None:
+            current = _DeviceScale(
                 factor=torch.full((), self.decided_factor, dtype=torch.float32, device=is_bad.device),
                 good_steps=torch.full((), self._good_steps, dtype=torch.int32, device=is_bad.device),
             )
         # A loss that is not finite changes neither of them.
         has_overflowed = is_bad & loss_is_finite
-        good_steps = (before.good_steps + ~is_bad).masked_fill(has_overflowed, 0)
+        good_steps = (current.good_steps + ~is_bad).masked_fill(has_overflowed, 0)
         doubles = good_steps == self.STEPS_TO_DOUBLE
-        larger = torch.where(doubles, before.factor * 2, before.factor)
-        smaller = (before.factor / 2).clamp(min=1.0)
+        larger = torch.where(doubles, current.factor * 2, current.factor)
+        smaller = (current.factor / 2).clamp(min=1.0)
         self._on_device = _DeviceScale(
             factor=torch.where(has_overflowed, smaller, larger), good_steps=good_steps.masked_fill(doubles, 0)
         )

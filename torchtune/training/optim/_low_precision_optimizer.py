@@ -712,7 +712,7 @@ def _plain_tensors(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, 
         if not _is_low_bit_state(value):
             plain[key] = value
             continue
-        blocks = math.ceil(grid.longest(parameter) / value.block_size)
+        blocks = math.ceil(grid.largest_size(parameter) / value.block_size)
         codes = value.codes.view(torch.uint8)
         codes_per_block = codes.numel() // value.scale.numel()
         plain[key + _CODES_SUFFIX] = grid.stack(codes, parameter, blocks * codes_per_block)
@@ -722,7 +722,7 @@ def _plain_tensors(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, 
 
 def _copy_row(stored: Tensor, row: Tensor) -> None:
     """Copy this rank's row of stacked codes or scales, which may be padded to the longest row."""
-    flat_row = row.reshape(-1)  # [1, ..., 1, longest] -> [longest]
+    flat_row = row.reshape(-1)  # [1, ..., 1, max_length] -> [max_length]
     stored.copy_(flat_row[: stored.numel()])
 
 

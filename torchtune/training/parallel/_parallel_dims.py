@@ -167,9 +167,9 @@ class ParallelDims:
             return cls(**sizes, world_size=1)
         dims = cls(**sizes, world_size=int(os.environ["WORLD_SIZE"]))
         if not dist.is_initialized():
-            # Without device_id, torch makes the groups of the mesh anew instead of splitting the default group:
-            # gloo's halves of split groups share a listener, and with connections made at the first message
-            # (see join_process_group) wait forever for each other's.
+            # device_id is not passed: with it, torch splits the default group for the groups of the mesh, and gloo's
+            # two split groups share a listener. With connections at the first message (see join_process_group), they
+            # then wait for each other forever.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
         dims._check_same_sizes()
         dims._make_mesh(device.type)
@@ -381,16 +381,16 @@ class ParallelDims:
         if self.world_size == 1:
             device = torch.device("cuda", torch.cuda.current_device())
         message = self._write_message(numbers, flags, device)
-        before = torch.cuda.Event(enable_timing=True)
-        after = torch.cuda.Event(enable_timing=True)
-        before.record()
+        start_event = torch.cuda.Event(enable_timing=True)
+        end_event = torch.cuda.Event(enable_timing=True)
+        start_event.record()
         if self.world_size > 1:
             dist.all_reduce(message)
-        after.record()
+        end_event.record()
 
         def count_waiting() -> None:
             if self.world_size > 1:
-                self.waited += before.elapsed_time(after) / 1000  # elapsed_time is in milliseconds
+                self.waited += start_event.elapsed_time(end_event) / 1000  # elapsed_time is in milliseconds
 
         return LateExchange(message, len(numbers), count_waiting)
 
@@ -457,13 +457,13 @@ class ParallelDims:
     def _reduce(self, message: Tensor, operation: Any) -> list[Any]:
         """All-reduce over all processes, add the time to ``waited``, and return the values ``[n]`` on the host."""
         if message.is_cuda:  # the host does not wait, the stream does
-            before = torch.cuda.Event(enable_timing=True)
-            after = torch.cuda.Event(enable_timing=True)
-            before.record()
+            start_event = torch.cuda.Event(enable_timing=True)
+            end_event = torch.cuda.Event(enable_timing=True)
+            start_event.record()
             dist.all_reduce(message, operation)
-            after.record()
+            end_event.record()
             values = message.tolist()  # the host waits, after which both events are over
-            self.waited += before.elapsed_time(after) / 1000  # elapsed_time is in milliseconds
+            self.waited += start_event.elapsed_time(end_event) / 1000  # elapsed_time is in milliseconds
             return values
         start = time.perf_counter()
         dist.all_reduce(message, operation)

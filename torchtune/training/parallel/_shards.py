@@ -31,7 +31,7 @@ def own_part(tensor: Tensor) -> Tensor:
 class ShardGrid:
     """Grid of a parameter's shards over the mesh dimensions that shard it, and this rank's coordinates in it.
 
-    Data of shards without the parameter's layout, such as quantized states, is stacked as a tensor [*sizes, longest]
+    Data of shards without the parameter's layout, such as quantized states, is stacked as a tensor [*sizes, max_length]
     with one row per shard.
     """
 
@@ -53,7 +53,7 @@ class ShardGrid:
                 coordinates.append(mesh_coordinates[dim])
         return ShardGrid(tuple(sizes), tuple(coordinates))
 
-    def longest(self, parameter: Tensor) -> int:
+    def largest_size(self, parameter: Tensor) -> int:
         """Return the number of elements of the largest shard."""
         if not self.sizes:
             return parameter.numel()
@@ -63,12 +63,12 @@ class ShardGrid:
                 shape[placement.dim] = math.ceil(shape[placement.dim] / size)  # as the first chunk of torch.chunk
         return math.prod(shape)
 
-    def stack(self, shard: Tensor, parameter: Tensor, longest: int) -> Tensor:
-        """Stack the rows [n] of all ranks, each at most ``longest``; return the row itself if nothing is sharded."""
+    def stack(self, shard: Tensor, parameter: Tensor, max_length: int) -> Tensor:
+        """Stack the rows of all ranks, each padded to ``max_length``; return the row itself if nothing is sharded."""
         if not self.sizes:
             return shard
-        if shard.numel() < longest:
-            padding = longest - shard.numel()
+        if shard.numel() < max_length:
+            padding = max_length - shard.numel()
             shard = nn.functional.pad(shard, (0, padding))
         # The i-th mesh dimension that shards the parameter shards dimension i of the stack.
         placements = []
@@ -80,7 +80,7 @@ class ShardGrid:
                 placements.append(Shard(num_sharded))
                 num_sharded += 1
         ones = [1] * len(self.sizes)  # every rank has one row of the grid
-        row = shard.view(*ones, longest)  # [1, ..., 1, longest]
+        row = shard.view(*ones, max_length)  # [1, ..., 1, max_length]
         return DTensor.from_local(row, parameter.device_mesh, placements, run_check=False)
 
 
