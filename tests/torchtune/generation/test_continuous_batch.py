@@ -227,11 +227,11 @@ def test_continued_sequence_sees_an_image_of_its_new_turn(tmp_path):
     ModelSource(folder).read(model, torch.device(DEVICE))
     model.eval()
     vision = model.description.vision
-    patches = torch.randn(4 * vision.merge**2, vision.patch_values, generator=torch.Generator().manual_seed(0))
+    with torch.device("cpu"):  # where images of prompts are
+        patches = torch.randn(4 * vision.merge**2, vision.patch_values, generator=torch.Generator().manual_seed(0))
     images = Images(patches, ((1, 2 * vision.merge, 2 * vision.merge),))  # 2 x 2 tokens
-    conversation = [
-        [31, 41, 59, 26, 53, 58, 97, 93]
-    ]  # the first turn; then with its answer, the new turn and the answer to it
+    # The first turn; then with its answer, the new turn and the answer to it.
+    conversation = [[31, 41, 59, 26, 53, 58, 97, 93]]
 
     def more(batch):
         if len(conversation) > 1 or len(conversation[0]) < 8 + 3:
@@ -239,7 +239,8 @@ def test_continued_sequence_sees_an_image_of_its_new_turn(tmp_path):
         past = batch.past(0)
         assert past is not None
         tokens = [*conversation[0], START, *[IMAGE] * 4, END, 5]
-        placed = model._with_places(images, torch.tensor([tokens]), None)
+        with torch.device("cpu"):
+            placed = model._with_places(images, torch.tensor([tokens]), None)
         conversation.append(list(tokens))
         return [Request(0, tokens, 3, images={"encoder_input": {"images": placed}}, past=past)]
 
@@ -249,7 +250,7 @@ def test_continued_sequence_sees_an_image_of_its_new_turn(tmp_path):
     expected = torch.tensor([second[:-3]])
     with torch.no_grad():
         for _ in range(3):
-            logits = model(expected, encoder_input={"images": images})
+            logits = model(expected, encoder_input={"images": images.to(DEVICE)})
             expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
     assert second[: len(first)] == first
     assert second == expected[0].tolist()

@@ -209,7 +209,7 @@ def test_weighted_sum_equals_the_formula_and_metrics_count_every_pair_once():
     answers = collate_preference(examples)
     shared = share_prefixes(answers, answers.per_document["pair"].tolist(), labelled=True)
     assert shared.documents.num_prefixes
-    for batch in (answers, shared):
+    for batch in (answers.to(DEVICE), shared.to(DEVICE)):
         assert batch.num_terms == sum(weights)
         order = batch.per_document["pair"] + torch.where(batch.per_document["is_chosen"], 0, 3)
         scores = torch.tensor([*POLICY[0], *POLICY[1]], dtype=torch.float64)[order].requires_grad_()
@@ -221,7 +221,7 @@ def test_weighted_sum_equals_the_formula_and_metrics_count_every_pair_once():
             assert total.item() == pytest.approx(sum(wanted), abs=1e-6), name
             assert metrics["rewards/accuracies"][1] == 3
     with torch.no_grad():
-        total, _ = RewardLoss(0.0).sum_and_metrics(answers, torch.zeros(6))
+        total, _ = RewardLoss(0.0).sum_and_metrics(answers.to(DEVICE), torch.zeros(6))
     assert total.item() == pytest.approx(sum(weights) * math.log(2), abs=1e-6)
 
 

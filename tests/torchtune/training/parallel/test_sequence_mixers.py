@@ -29,7 +29,13 @@ LONG = (300, 84)  # more positions than ranks tell each other
 
 
 def mixer(kind: str) -> nn.Module:
+    """A mixer with the same weights in every process: those that the CPU draws."""
     torch.manual_seed(0)
+    with torch.device("cpu"):
+        return build_mixer(kind).to(own_device())
+
+
+def build_mixer(kind: str) -> nn.Module:
     common: dict[str, Any] = {"embed_dim": WIDTH, "conv_taps": 4, "norm_eps": 1e-6}
     if kind == "short convolution":
         return ShortConv(embed_dim=WIDTH, conv_taps=4)
@@ -54,7 +60,8 @@ def inputs(name: str) -> tuple[Tensor, Tensor, Tensor]:
         rows.append(torch.cat([torch.arange(length) for length in order]))
     generator = torch.Generator().manual_seed(1)
     x, grad = torch.randn(2, 2, sum(lengths), WIDTH, generator=generator)
-    return x, grad, torch.stack(rows)
+    device = own_device()
+    return x.to(device), grad.to(device), torch.stack(rows).to(device)
 
 
 def compute(
@@ -74,16 +81,18 @@ def on_ranks(folder: Path) -> None:
             module = mixer(kind)
             module.share = SequenceShare(dist.group.WORLD)
             # As on a CUDA device, where the boundaries of the whole sequence are known.
-            documents = Documents.from_lengths([*LENGTHS[name], *LENGTHS[name][::-1]], DEVICE)
-            boundaries = Boundaries.of(documents, gap=module.conv_gap)
             shards_of_inputs = [tensor.chunk(size, dim=1)[rank] for tensor in inputs(name)]
+            lengths = [*LENGTHS[name], *LENGTHS[name][::-1]]
+            documents = Documents.from_lengths(lengths, shards_of_inputs[0].device)
+            boundaries = Boundaries.of(documents, gap=module.conv_gap)
             values = compute(module, *shards_of_inputs, boundaries)
-            for parameter in values.keys() - {"out", "x"}:
+            for parameter in sorted(values.keys() - {"out", "x"}):  # in the same order on all ranks
                 dist.all_reduce(values[parameter])  # as FSDP does
             shards: list[Any] = [None] * size
-            dist.all_gather_object(shards, (values["out"], values["x"]))
+            dist.all_gather_object(shards, (values["out"].cpu(), values["x"].cpu()))
             values["out"], values["x"] = (torch.cat(parts, dim=1) for parts in zip(*shards, strict=True))
             if rank == 0:
+                values = {part: tensor.cpu() for part, tensor in values.items()}
                 torch.save(values, folder / f"{kind} {name} {size}.pt")
 
 
@@ -108,6 +117,7 @@ def test_mixers_that_share_sequences_are_told_apart_for_generation():
 def test_ranks_compute_what_one_process_does(folder, kind, name, size):
     values = torch.load(folder / f"{kind} {name} {size}.pt")
     for part, wanted in compute(mixer(kind), *inputs(name)).items():
+        wanted = wanted.cpu()
         assert (values[part] - wanted).abs().max() <= 2e-5 * wanted.abs().max(), part
 
 
@@ -129,7 +139,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, dims: ParallelDims,
     """Loss and norm of the gradients, of documents of which one crosses the cut."""
     tokens = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(number))
     rows = [{"tokens": part, "labels": part.roll(-1)} for part in tokens.split([5, 27, 8])]
-    batch = dims.collate(collate_documents)(rows)
+    batch = dims.collate(collate_documents)(rows).to(own_device())
     labels = batch.pop("labels")
     loss_fn = LinearCrossEntropyLoss()
     loss_fn.set_model_output(model)
