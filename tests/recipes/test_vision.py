@@ -18,7 +18,7 @@ from torchtune import generate
 from torchtune.config import instantiate, load_and_check
 from torchtune.data import padded_collate_tiled_images_and_mask
 from torchtune.estimate._check_run import find_problems
-from torchtune.estimate._simulate import SimulationError, check_simulated
+from torchtune.estimate._simulate import SimulationError, simulated_kind
 from torchtune.generation import read_prompts
 from torchtune.models import from_hf_config
 from torchtune.training import fit_vocabulary
@@ -107,7 +107,7 @@ def test_a_simulation_has_no_images(folder):
     config = write_config("full_finetune_distributed", folder, folder / "output", **SETTINGS)
     cfg = load_and_check(config, [], load_recipe("full_finetune_distributed", folder).recipe_main)
     with pytest.raises(SimulationError, match="images cannot be simulated"):
-        check_simulated(cfg)
+        simulated_kind(cfg)
 
 
 @pytest.mark.parametrize("part", ["encoder_trainable", "fusion_trainable"])

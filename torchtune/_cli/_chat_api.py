@@ -24,7 +24,7 @@ from torchtune.generation import (
     TokenDecoder,
     TokenTexts,
 )
-from torchtune.rlhf.environments import CallError, Sessions, ToolCall, parameters_of, parse_calls
+from torchtune.rlhf.environments import CallError, Continuation, Sessions, ToolCall, parameters_of, parse_calls
 from torchtune.tokenizers import StreamDecoder
 from torchtune.training.parallel import Ranks
 from torchtune.utils import UserError
@@ -231,8 +231,8 @@ class _Answer:
         if body.get("tool_choice") == "none":
             self._tools = []
         self.model = server.model_name(body.get("model"))
-        self._begun = self._begin(body)
-        self.num_read = len(self._begun.tokens)
+        self._prompt = self._tokenize(body)
+        self.num_read = len(self._prompt.tokens)
         self.num_written = 0
         room = server.models[self.model].max_seq_len - self.num_read
         if room < 1:
@@ -251,7 +251,7 @@ class _Answer:
         if seed is not None:
             seed = (seed + index) % 2**63  # each answer of a request has its own
         self.job = Job(
-            self.model, self._begun.tokens, min(limit, room), self._sampling(body), num_top=num_top, seed=seed
+            self.model, self._prompt.tokens, min(limit, room), self._sampling(body), num_top=num_top, seed=seed
         )
         self._log_probs: list[tuple[int, float]] = []
         self._entries: list[dict[str, Any]] = []
@@ -307,8 +307,8 @@ class _Answer:
         if body.get("tools") and self._server.tool_format is None:
             raise ApiError(400, "The chat template shows no format of tool calls: start tune serve with --tool-format.")
 
-    def _begin(self, body: dict[str, Any]) -> Any:
-        """Tokenize the conversation."""
+    def _tokenize(self, body: dict[str, Any]) -> Continuation:
+        """Tokenize the conversation, up to the answer."""
         messages = body.get("messages")
         try:
             if messages[-1]["role"] == "assistant":
@@ -417,7 +417,7 @@ class _Answer:
         if self._session is not None:
             self._server.sessions.end(
                 self._session,
-                self._begun,
+                self._prompt,
                 self.message,
                 tokens=tokens,
                 log_probs=log_probs,

@@ -417,8 +417,10 @@ def _push(folder: Path, repo_id: str, *, upload: bool) -> None:
 def find_trained(model: str) -> Trained:
     """Find the checkpoint, its adapter and its base.
 
+    A base that is no folder here gives None: it was deleted, or is the name of a repository.
+
     Raises:
-        UserError: there is no checkpoint, the run is still in progress, or the adapter's base is missing.
+        UserError: there is no checkpoint, or the run is still in progress.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -437,7 +439,7 @@ def find_trained(model: str) -> Trained:
     if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
         base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
     if base is not None and not os.path.isdir(base):
-        base = None  # it was deleted, or is the name of a repository
+        base = None
     return Trained(checkpoint, adapter, base, run)
 
 

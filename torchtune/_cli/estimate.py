@@ -162,7 +162,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         UserError: the run does not fit, or cannot be simulated; see ``torchtune.estimate``.
     """
     from torchtune.config import load_and_check, redact_secrets
-    from torchtune.estimate import check_simulated, estimate_run, parse_cluster, parse_memory, summary
+    from torchtune.estimate import estimate_run, parse_cluster, parse_memory, simulated_kind, summary
 
     processes, device = parse_cluster(cluster)
     limit = device.memory * _GIB
@@ -177,7 +177,7 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
             )
     main = recipe.load_main()
     settings = load_and_check(config, overrides, main)
-    check_simulated(settings)
+    simulated_kind(settings)  # raises if the run cannot be simulated
 
     def load(candidate: Sequence[str]) -> Any:
         """Return the settings with the overrides of a candidate."""

@@ -246,8 +246,8 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
     for name, tensor in list(_read_adapter(weights, open_weight_files([file]), file, settings)):
         if name not in expected:
             raise CheckpointError(
-                f"{file}: it holds '{name}', which the model in the config does not adapt: adapt the layers that its "
-                f"{ADAPTER_CONFIG_FILE} lists."
+                f"{file}: it holds '{name}', which the model in the run's config does not adapt: adapt the layers that "
+                f"its {ADAPTER_CONFIG_FILE} lists."
             )
         weights.load(name, tensor, file, device, dtype)
         loaded.add(name)
@@ -256,13 +256,13 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         omitted = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         if missing[0] in weights.trained_whole:
             raise CheckpointError(
-                f"{file} lacks '{missing[0]}'{omitted}, which the model in the config trains whole: leave out of "
+                f"{file} lacks '{missing[0]}'{omitted}, which the model in the run's config trains whole: leave out of "
                 f"train_modules what is not in modules_to_save of its {ADAPTER_CONFIG_FILE}, or merge the adapter into "
                 "its base and start from the merged model."
             )
         raise CheckpointError(
-            f"{file} lacks '{missing[0]}'{omitted}, which the model in the config adapts: adapt the layers that its "
-            f"{ADAPTER_CONFIG_FILE} lists."
+            f"{file} lacks '{missing[0]}'{omitted}, which the model in the run's config adapts: adapt the layers that "
+            f"its {ADAPTER_CONFIG_FILE} lists."
         )
     take_from_base(weights, settings, settings_file)
 

@@ -110,7 +110,7 @@ def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
     for key in ("use_dora", "use_rslora"):
         if key in model_settings and bool(settings.get(key)) != model_settings[key]:
             raise CheckpointError(
-                f"{path}: the adapter has {key} = {settings.get(key, False)}, the model in the config "
+                f"{path}: the adapter has {key} = {settings.get(key, False)}, the model in the run's config "
                 f"{model_settings[key]}: make them equal."
             )
     if "r" in model_settings:
@@ -129,8 +129,8 @@ def _check_ranks_and_alphas(weights: ModelWeights, settings: Mapping[str, Any], 
         for key, value, expected in (("r", rank, model_rank), ("lora_alpha", alpha, model_alpha)):
             if not math.isclose(value, expected):
                 raise CheckpointError(
-                    f"{path}: the adapter has {key} = {value:g} for {_projection(group)[0]}, the model in the config "
-                    f"{expected:g}: make them equal."
+                    f"{path}: the adapter has {key} = {value:g} for {_projection(group)[0]}, the model in the run's "
+                    f"config {expected:g}: make them equal."
                 )
 
 

@@ -40,7 +40,7 @@ from torchtune.checkpoints._resume import (
     ResumePoint,
     check_resumed_settings,
     check_same_settings,
-    refuse_damaged,
+    log_damage_or_raise,
     resume_candidates,
     resume_point,
     with_bucket,
@@ -358,15 +358,15 @@ class CheckpointStore:
                     if faults and candidate.remote is not None:
                         text = f"output_dir: {faults[0]}: {path.name} is downloaded again from {self.upload}."
                         self._ranks.run_on_rank_0(partial(get_logger().error, text))
-                        faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
+                        faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
                 else:
-                    faults = self._ranks.run_on_rank_0(partial(self._download, candidate))
+                    faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
                     if not faults:
                         self._check_same_marker(path)
                         faults = self._find_damage(path)
                 if faults:
                     setting = "output_dir" if candidate.is_local else "checkpointer.upload"
-                    self._ranks.run_on_rank_0(partial(refuse_damaged, path, faults, older, setting))
+                    self._ranks.run_on_rank_0(partial(log_damage_or_raise, path, faults, older, setting))
                     continue
                 point = self._ranks.run_on_rank_0(partial(resume_point, path))
                 with self._ranks.raise_on_all():
@@ -376,8 +376,11 @@ class CheckpointStore:
                 return point
         return None
 
-    def _download(self, candidate: Candidate) -> list[str]:
-        """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0."""
+    def _download_faults(self, candidate: Candidate) -> list[str]:
+        """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0.
+
+        The list is empty if the checkpoint is whole.
+        """
         remote = candidate.remote
         self._check_not_finished(remote)
         try:

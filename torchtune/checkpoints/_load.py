@@ -76,7 +76,7 @@ _SAMPLE_BYTES = 2**20
 _UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
 # The output layer, which a classifier does not take from a language model.
 _HEAD = "output.weight"
-_OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the config"
+_OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the run's config"
 
 
 class ModelType(Enum):
@@ -727,7 +727,8 @@ def check_config(model: nn.Module, config_file: Path) -> None:
         return
     spec, _ = spec_and_description(model)
     try:
-        config = text_config(read_json(config_file), spec.builder is not None)
+        is_composite = spec.builder is not None
+        config = text_config(read_json(config_file), images=is_composite)
     except ModelError as error:
         raise CheckpointError(f"{config_file}: {error}") from error
     architecture = next(iter(config.get("architectures") or ()), None)
@@ -739,7 +740,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
             config_spec = None
         if config_spec is None or config_spec.weight_maps.get("hf") != spec.weight_maps.get("hf"):
             raise CheckpointError(
-                f"{config_file}: the checkpoint is a {architecture}, the model in the config is of the family "
+                f"{config_file}: the checkpoint is a {architecture}, the model in the run's config is of the family "
                 f"'{spec.name}' ({', '.join(spec.architectures)}): use a builder of the checkpoint's family."
             )
         spec = config_spec
@@ -766,13 +767,14 @@ def check_description(model: nn.Module, described: Description, path: Path | str
     if (described.num_heads, described.num_kv_heads) != (built.num_heads, built.num_kv_heads):
         raise CheckpointError(
             f"{path}: the checkpoint has {described.num_heads} heads ({described.num_kv_heads} of keys and values), "
-            f"the model in the config {built.num_heads} ({built.num_kv_heads}): use the builder of this checkpoint."
+            f"the model in the run's config {built.num_heads} ({built.num_kv_heads}): use the builder of this "
+            "checkpoint."
         )
     for name in _UNSEEN:
         if getattr(described, name) != getattr(built, name):
             log_once(
                 get_logger(),
-                f"{path} says {name} = {getattr(described, name)}, the model in the config is built with "
+                f"{path} says {name} = {getattr(described, name)}, the model in the run's config is built with "
                 f"{getattr(built, name)}: the latter holds.",
                 level=logging.WARNING,
             )

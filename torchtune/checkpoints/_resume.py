@@ -447,7 +447,7 @@ def resume_point(path: Path) -> ResumePoint:
     return ResumePoint(path)
 
 
-def refuse_damaged(path: Path, faults: list[str], older: list[Path], setting: str) -> None:
+def log_damage_or_raise(path: Path, faults: list[str], older: list[Path], setting: str) -> None:
     """Log the damage of a checkpoint, and the older checkpoint to try instead.
 
     Args:

@@ -41,7 +41,7 @@ from torchtune.utils import get_logger, log_once
 
 
 class Checker:
-    """Checker of one document: mistakes are collected, and ``finish`` raises them together.
+    """Checker of one document: mistakes are collected, and ``raise_mistakes`` raises them together.
 
     Values are checked first, which imports nothing. Their components are queued, and are imported only while there are
     fewer mistakes than a message lists.
@@ -52,15 +52,15 @@ class Checker:
     Args:
         document: the config, with its references resolved.
         namespace: globals of the recipe, for components that its file defines.
-        variables: top-level keys that references name; they need not be settings.
+        referenced_keys: top-level keys that references name; they need not be settings.
     """
 
     def __init__(
-        self, document: Document, namespace: Mapping[str, Any] | None = None, variables: Collection[str] = ()
+        self, document: Document, namespace: Mapping[str, Any] | None = None, referenced_keys: Collection[str] = ()
     ) -> None:
         self.document = document
         self.namespace: Mapping[str, Any] = {} if namespace is None else namespace
-        self.variables = variables
+        self.referenced_keys = referenced_keys
         self.queue: list[tuple[KeyPath, dict[str, Any], RuntimeArgs | None]] = []
         self.components: set[KeyPath] = set()
         self.accepted_names: dict[str, list[str]] = {}  # name of a setting or argument -> dotted paths that accept it
@@ -80,7 +80,7 @@ class Checker:
             if key in other_valid_keys:
                 continue
             if key not in settings:
-                is_variable = not path and key in self.variables
+                is_variable = not path and key in self.referenced_keys
                 if not is_variable:
                     self.unknown.append(((*path, key), list(settings), "there is no such setting"))
             elif value == "???":
@@ -362,7 +362,7 @@ class Checker:
             self.document.add_mistake(path, f"{name} takes no argument '{key}' any more: {replacement}")
         return True
 
-    def finish(self) -> None:
+    def raise_mistakes(self) -> None:
         """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
         self.check_components()
         self._add_unknown_and_missing()

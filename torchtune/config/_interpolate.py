@@ -82,12 +82,12 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
             document.environment[path] = (written[path], value)
         parent_of(document.data, path)[path[-1]] = value
 
-    variables = set()
+    referenced_keys = set()
     for path, targets in references.items():
         for target in targets:
             if target[0] != path[0]:
-                variables.add(str(target[0]))
-    return variables
+                referenced_keys.add(str(target[0]))
+    return referenced_keys
 
 
 def _add_mistakes(

@@ -100,7 +100,8 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     else:
         scope = recipe.__globals__
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
-    variables = interpolate(document, defaults)
+    # Writes the values of references into the document, and returns the top-level keys that others refer to.
+    referenced_keys = interpolate(document, defaults)
     _remove_retired(document, cls, fields)
     other_valid_keys = ()
     name = None
@@ -109,13 +110,13 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         name = recipe_name_of(document.data, scope)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
-    data = {key: value for key, value in document.data.items() if key in fields or key not in variables}
+    data = {key: value for key, value in document.data.items() if key in fields or key not in referenced_keys}
     remark = explain_wrong_recipe(data, scope, fields)
-    checker = Checker(document, scope, variables)
+    checker = Checker(document, scope, referenced_keys)
     try:
         values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
-        checker.finish()
+        checker.raise_mistakes()
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
             for key in filter(is_setting, checker.notes):
@@ -132,13 +133,13 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     for key in checker.notes:
         del document.data[key]
     if recipe is not None:
-        check_keys_are_read(document, recipe, variables, is_typed=True)
+        check_keys_are_read(document, recipe, referenced_keys, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)
-    variable_names = variables - fields.keys()
+    variable_names = referenced_keys - fields.keys()  # keys that are no settings: the user's own variables
     variable_values = {key: value for key, value in document.data.items() if key in variable_names}
     keep_references(settings, document, variable_values)
     return settings
@@ -186,16 +187,17 @@ def _check_untyped(document: Document, recipe: Callable[..., Any] | None) -> Any
     """Check the components of a document, and that the recipe reads every key; return a ``DictConfig``."""
     from omegaconf import OmegaConf
 
-    variables = interpolate(document, {})
+    # Writes the values of references into the document, and returns the top-level keys that others refer to.
+    referenced_keys = interpolate(document, {})
     scope = {} if recipe is None else recipe.__globals__
     checker = Checker(document, scope)
     checker.visit_components((), document.data)
     checker.check_components()
     _check_paths(document)
     if recipe is not None:
-        check_keys_are_read(document, recipe, variables, checker.accepted_names, is_typed=False)
-    checker.finish()
-    document.data = escape(document.data)
+        check_keys_are_read(document, recipe, referenced_keys, checker.accepted_names, is_typed=False)
+    checker.raise_mistakes()
+    document.data = escape(document.data)  # OmegaConf would interpolate resolved values again
     for path, (text, _) in document.environment.items():
         # Keep the reference: a saved config must not contain the value.
         document.set(path, text, document.position(path))
@@ -218,7 +220,7 @@ def validate(cfg: Any) -> None:
     interpolate(document, {})
     checker = Checker(document)
     checker.visit_components((), document.data)
-    checker.finish()
+    checker.raise_mistakes()
 
 
 def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:

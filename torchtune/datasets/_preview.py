@@ -59,7 +59,7 @@ def reads_nothing() -> bool:
     return current is not None and current.limit == 0
 
 
-def check_preview(source: str, *, is_remote: bool) -> None:
+def check_read_in_preview(source: str, *, is_remote: bool) -> None:
     """Raise :class:`NotRead` if the active preview does not read a source; call it before reading the source."""
     current = _current.get()
     if current is None:
@@ -70,8 +70,8 @@ def check_preview(source: str, *, is_remote: bool) -> None:
         raise NotRead(f"{source} is there")
 
 
-def limited(rows: Any) -> Any:
-    """Return the rows that the active preview allows, and count them."""
+def limit_to_preview(rows: Any) -> Any:
+    """Return the first rows in a preview, and count them; otherwise all rows."""
     current = _current.get()
     if current is None:
         return rows

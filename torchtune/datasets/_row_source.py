@@ -26,7 +26,7 @@ from torchtune.datasets._data_files import (
 from torchtune.datasets._file_formats import LOADERS
 from torchtune.datasets._file_rows import FileRows
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import check_preview, limited
+from torchtune.datasets._preview import check_read_in_preview, limit_to_preview
 from torchtune.utils import first_line
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
@@ -142,7 +142,7 @@ class RowSource:
     def rows(self) -> Any:
         """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
         if self._is_in_memory:
-            check_preview(self.name, is_remote=False)  # a check of settings has no tokenizer
+            check_read_in_preview(self.name, is_remote=False)  # a check of settings has no tokenizer
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
@@ -295,11 +295,13 @@ def load_rows(
     """
     path, kwargs = resolve_source(source, load_dataset_kwargs)
     names: list[str] = []
-    is_remote = not Path(path).is_dir()  # a name that is neither a file nor a folder is one of the Hub
+    # A file has already become a loader name with data_files; what is left and is no folder is of the Hub.
+    is_remote = not Path(path).is_dir()
     if path in LOADERS.values():
         names = file_names(kwargs.get("data_files"))
         is_remote = any(map(is_remote_name, names))
-    check_preview(source, is_remote=is_remote)
+    # A preview reads only the first local rows.
+    check_read_in_preview(source, is_remote=is_remote)
     name = ", ".join(names) or source
     split = kwargs.get("split")
     if kwargs.get("streaming"):
@@ -312,7 +314,7 @@ def load_rows(
     name_with_split = name
     if split is not None:
         name_with_split = f"{name} (split {split})"
-    return limited(_filtered(rows, filter_fn, filter_kwargs, name_with_split))
+    return limit_to_preview(_filtered(rows, filter_fn, filter_kwargs, name_with_split))
 
 
 def _load_with_package(

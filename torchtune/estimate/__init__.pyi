@@ -14,5 +14,5 @@ from ._plan import weights_memory as weights_memory
 from ._plan_data import measure, measure_data
 from ._plan_data import plan_data as plan_data
 from ._report import memory, summary
-from ._simulate import check_simulated
+from ._simulate import simulated_kind
 from ._simulated_inputs import SimulationError as SimulationError

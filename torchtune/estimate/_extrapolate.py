@@ -21,7 +21,7 @@ from torchtune.config import SettingsView
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
 from torchtune.estimate._observer import Observer, Work, magnitude
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
-from torchtune.estimate._simulate import Kept, check_simulated, simulate, simulated_cluster
+from torchtune.estimate._simulate import Kept, simulate, simulated_cluster, simulated_kind
 from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
 from torchtune.training import OffloadActivations
@@ -109,7 +109,7 @@ def estimate_run(
     """
     cfg = SettingsView.of(settings)
     dims = arrange(cfg, processes)
-    check_simulated(cfg)
+    simulated_kind(cfg)  # raises if the run cannot be simulated
     with simulated(), simulated_cluster(processes, per_machine):
         views = {"model": cfg}
         for name, (_, view) in other_models(cfg).items():

@@ -38,12 +38,12 @@ TILE = 16_384
 _TILED_MLP = "torchtune.modules.TiledMLP"
 
 # Minimum factor by which an override must reduce memory.
-SAVES_NOTHING = 1.02
+MIN_SAVING = 1.02
 
 # (overrides, rough slowdown of a step); the slowdown orders combinations that are not simulated yet.
 Option = tuple[tuple[str, ...], float]
-# (overrides, expected bytes).
-Saved = tuple[set[str], float]
+# (overrides, expected peak bytes).
+PredictedPeak = tuple[set[str], float]
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Search:
             has_experts=self.has_experts,
             costs=costs,
         )
-        predicted: list[Saved] = []
+        predicted: list[PredictedPeak] = []
         simulations = 0
         for overrides, slowdown in combinations.items():
             fastest = min((candidate.seconds for candidate in self._list_fitting()), default=math.inf)
@@ -340,7 +340,7 @@ class Search:
         return True
 
     def _is_promising(
-        self, overrides: tuple[str, ...], singles: Mapping[tuple[str, ...], Candidate], predicted: list[Saved]
+        self, overrides: tuple[str, ...], singles: Mapping[tuple[str, ...], Candidate], predicted: list[PredictedPeak]
     ) -> bool:
         """Return whether a combination is valid, each of its changes saves memory, and together they may fit.
 
@@ -348,20 +348,21 @@ class Search:
         """
         if not self._is_valid(overrides):
             return False
-        texts = set(overrides)
+        override_set = set(overrides)
         initial = self.known[()]
-        changes = [changed for changed in singles if texts.issuperset(changed)]
-        covered = set(itertools.chain(*changes))
-        if initial is None or texts != covered:
+        # A single change may have several overrides.
+        single_changes = [single_change for single_change in singles if override_set.issuperset(single_change)]
+        covered = set(itertools.chain(*single_changes))
+        if initial is None or override_set != covered:
             # What cannot be predicted may fit, so that it is simulated; it says nothing about other combinations.
-            predicted.append((texts, math.inf))
+            predicted.append((override_set, math.inf))
             return True
-        size = _predict_peak(initial, [singles[changed] for changed in changes])
-        for fewer, fewer_size in predicted:
-            if fewer < texts and fewer_size <= size * SAVES_NOTHING:
+        peak = _predict_peak(initial, [singles[single_change] for single_change in single_changes])
+        for fewer_overrides, peak_with_fewer in predicted:
+            if fewer_overrides < override_set and peak_with_fewer <= peak * MIN_SAVING:
                 return False  # a part of the overrides needs as little memory
-        predicted.append((texts, size))
-        return size <= self.limit * MARGIN
+        predicted.append((override_set, peak))
+        return peak <= self.limit * MARGIN
 
 
 def _predict_peak(initial: Candidate, singles: Sequence[Candidate]) -> float:

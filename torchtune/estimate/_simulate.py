@@ -125,7 +125,7 @@ def simulate(
     return observer
 
 
-def check_simulated(settings: Any) -> str:
+def simulated_kind(settings: Any) -> str:
     """Return the kind of rows that the loss trains on: "texts", "answers", "pairs", "retrieval" ….
 
     Raises:
@@ -158,7 +158,7 @@ def _shallow_models(kept: Kept) -> dict[str, Any]:
 
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
     """Return the settings with ``changes``, and with stand-ins for files."""
-    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": check_simulated(cfg)}
+    data = {"_component_": f"{_HERE}.StandInDataset", "rows": rows, "length": length, "kind": simulated_kind(cfg)}
     changes = {
         **changes,
         "output_dir": folder,

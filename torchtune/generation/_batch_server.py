@@ -86,12 +86,12 @@ class _Step(NamedTuple):
 
     Attributes:
         tokens: the next token of each row.
-        ended: indices of the sequences that end with it, besides those at their limit.
+        ended_indices: indices of the sequences that end with it, besides those at their limit.
         failure: error that ends the batch on all ranks; None if there is none.
     """
 
     tokens: list[int]
-    ended: frozenset[int]
+    ended_indices: frozenset[int]
     failure: str | None
 
 
@@ -105,7 +105,7 @@ class _JobBatch:
         num_admitted: number of jobs so far, finished ones included.
         counts: number of tokens of each job, by index.
         most_likely: most likely tokens in the running step, by the index of a job that asks for them.
-        ended: indices of the sequences that end in the running step, besides those at their limit.
+        ended_indices: indices of the sequences that end in the running step, besides those at their limit.
         is_failure_known: whether the other ranks know that the batch has failed.
     """
 
@@ -114,7 +114,7 @@ class _JobBatch:
     num_admitted: int = 0
     counts: Counter[int] = field(default_factory=Counter)
     most_likely: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    ended: frozenset[int] = frozenset()
+    ended_indices: frozenset[int] = frozenset()
     is_failure_known: bool = False
 
     def admit(self, job: Job) -> int:
@@ -152,14 +152,14 @@ def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, ma
 def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ranks, size: int) -> None:
     """Run a batch with the tokens that rank 0 samples; the logits of this rank are not read."""
     device = model.tok_embeddings.weight.device
-    ended: frozenset[int] = frozenset()  # in the running step
+    ended_indices: frozenset[int] = frozenset()  # in the running step
 
     def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        nonlocal ended
+        nonlocal ended_indices
         step = ranks.broadcast(None)
         if step.failure is not None:
             raise GenerationError(step.failure)
-        ended = step.ended
+        ended_indices = step.ended_indices
         tokens = torch.tensor(step.tokens, device=device)[:, None]  # [m, 1]
         unread_log_probs = torch.zeros(len(rows), device=device)
         return tokens, unread_log_probs
@@ -171,7 +171,7 @@ def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ran
         device=device,
         use_cache=True,
         draw=draw,
-        ends=lambda index, token: index in ended,
+        ends=lambda index, token: index in ended_indices,
         more=lambda batch: ranks.broadcast(None),
     )
     with closing(steps):
@@ -257,14 +257,18 @@ class BatchServer:
                         break
                 self._answer_batch()
         if self.failure is None:
-            self._tell(None)
+            self._tell_ranks(None)
         for job in self._waiting:
-            job.results.put(self._failure(job))
+            self._end(job)
 
-    def _tell(self, message: Any) -> None:
+    def _tell_ranks(self, message: Any) -> None:
         """Broadcast a message to the other ranks, which wait for it at the same point."""
         if self._ranks is not None:
             self._ranks.broadcast(message)
+
+    def _end(self, job: Job) -> None:
+        """End the iteration over a job: None ends it as usual, an error is raised there."""
+        job.results.put(self._failure(job))
 
     def _failure(self, job: Job) -> GenerationError | None:
         """Return the reason to stop answering a job; None if there is none."""
@@ -281,7 +285,7 @@ class BatchServer:
         if not requests:  # all of them have left
             return
         try:
-            self._tell((batch.model_name, requests))
+            self._tell_ranks((batch.model_name, requests))
             self._decode(batch, requests)
         except Exception as error:  # noqa: BLE001 - of one batch; later ones may work
             failure = GenerationError(f"The model failed: {error}")
@@ -315,7 +319,7 @@ class BatchServer:
 
         def more(_: Batch) -> list[Request]:
             newcomers = self._admit_jobs(batch)
-            self._tell(newcomers)
+            self._tell_ranks(newcomers)
             return newcomers
 
         steps = decode(
@@ -325,7 +329,7 @@ class BatchServer:
             device=model.tok_embeddings.weight.device,
             use_cache=True,
             draw=partial(self._draw, batch),
-            ends=lambda index, token: index in batch.ended,
+            ends=lambda index, token: index in batch.ended_indices,
             processors=lambda index: batch.jobs[index].sampling.logits_processors,
             more=more,
         )
@@ -335,9 +339,9 @@ class BatchServer:
                     job = batch.jobs[index]
                     job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
                     batch.counts[index] += 1
-                    if index in batch.ended or batch.counts[index] == job.limit:
+                    if index in batch.ended_indices or batch.counts[index] == job.limit:
                         batch.forget(index)
-                        job.results.put(self._failure(job))
+                        self._end(job)
 
     def _draw(self, batch: _JobBatch, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """Sample the next tokens ``[m, 1]`` of a batch, with log-probs ``[m]``, and tell the other ranks."""
@@ -360,19 +364,19 @@ class BatchServer:
         try:
             check_finite(step_log_probs, self._models[batch.model_name])
         except GenerationError as error:
-            self._tell(_Step([], frozenset(), str(error)))
+            self._tell_ranks(_Step([], frozenset(), str(error)))
             batch.is_failure_known = True
             raise
         host_tokens = step_tokens[:, 0].tolist()
-        batch.ended = self._ended(batch.jobs, rows, host_tokens)
-        self._tell(_Step(host_tokens, batch.ended, None))
+        batch.ended_indices = self._find_ended(batch.jobs, rows, host_tokens)
+        self._tell_ranks(_Step(host_tokens, batch.ended_indices, None))
         return step_tokens, step_log_probs
 
-    def _ended(self, jobs: Mapping[int, Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
+    def _find_ended(self, jobs: Mapping[int, Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
         """Return the indices of the rows that end with their next tokens, besides those at their limit."""
-        ended = set()
+        ended_indices = set()
         for row, token in zip(rows, tokens, strict=True):
             job = jobs[row.index]
             if token in self._stop or job.is_cancelled or self._failure(job) is not None:
-                ended.add(row.index)
-        return frozenset(ended)
+                ended_indices.add(row.index)
+        return frozenset(ended_indices)

@@ -199,13 +199,15 @@ def stream_tokens(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, tuple(logits_processors))
     requests = _make_requests(model, prompts, max_new_tokens, num_samples)
-    size = len(prompts) * num_samples
+    num_sequences = len(prompts) * num_samples
     if draws is not None:
         longest = max(request.limit for request in requests)
         # With `more`, the number of sequences is not known in advance.
-        has_wrong_rows = more is None and len(draws) != size
+        has_wrong_rows = more is None and len(draws) != num_sequences
         if has_wrong_rows or draws.shape[1] < longest:
-            raise GenerationError(f"draws has the shape {list(draws.shape)}: give [{size}, {longest}] numbers.")
+            raise GenerationError(
+                f"draws has the shape {list(draws.shape)}: give [{num_sequences}, {longest}] numbers."
+            )
     device = model.tok_embeddings.weight.device
     if isinstance(prompts[0], Tensor):
         device = prompts[0].device
@@ -217,8 +219,9 @@ def stream_tokens(
     if tokens_per_check is None:
         reads_each = computes_on_cpu(device) or bool(sampling.logits_processors)
         tokens_per_check = 1 if reads_each else _TOKENS_PER_CHECK
+    batch_rows = num_sequences
     if max_sequences is not None:
-        size = max(num_samples, min(size, max_sequences))  # samples of a prompt start together
+        batch_rows = max(num_samples, min(num_sequences, max_sequences))  # samples of a prompt start together
 
     def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         if draws is None:
@@ -238,7 +241,7 @@ def stream_tokens(
     steps = decode(
         model,
         requests,
-        size=size,
+        size=batch_rows,
         device=device,
         use_cache=use_cache,
         draw=draw,

@@ -89,21 +89,32 @@ class RewardModel:
     def apply_penalty(self, rollouts: Sequence[Rollout], scores: Tensor) -> Tensor:
         """Return the scores ``[n]``; the penalty replaces the scores of penalized answers."""
         penalized = []
+        num_unfinished = 0
+        num_short = 0
         for rollout in rollouts:
             is_unfinished = self._penalize_unfinished and not rollout.finished
             is_short = len(rollout.answer) < self._min_length
             penalized.append(is_unfinished or is_short)
+            num_unfinished += is_unfinished
+            num_short += is_short
         # Equal scores teach nothing: at the 1st, 10th and 100th such call in a row, the log says so.
         if all(penalized):
             self._num_penalized += 1
         else:
             self._num_penalized = 0
         if self._num_penalized in (1, 10, 100):
-            num_unfinished = sum(not rollout.finished for rollout in rollouts)
+            # An answer may be both.
+            reasons = []
+            remedies = []
+            if num_unfinished:
+                reasons.append(f"{num_unfinished} have not ended")
+                remedies.append("raise max_generated_tokens, or set penalise_no_eos=False")
+            if num_short:
+                reasons.append(f"{num_short} are shorter than min_response_length={self._min_length}")
+                remedies.append("lower min_response_length")
             get_logger().warning(
                 f"All {len(penalized)} answers get reward_penalty ({self._num_penalized} times in a row now), of which "
-                f"{num_unfinished} have not ended: no score counts, so raise "
-                "max_generated_tokens, or set penalise_no_eos=False."
+                f"{' and '.join(reasons)}: no score counts, so {', and '.join(remedies)}."
             )
         return scores.masked_fill(torch.tensor(penalized, device=scores.device), self._penalty)
 

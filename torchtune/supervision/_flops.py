@@ -181,6 +181,8 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
             if attention is None:
                 continue
             if isinstance(attention, RecurrentMixer):
+                # Per element, the state is read by the key, corrected, and read by the query: a multiplication and an
+                # addition each.
                 by_token += passes * 6 * attention.state_elements
                 continue
             head_dim = getattr(attention, "head_dim", decoder.head_dim)

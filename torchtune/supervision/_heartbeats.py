@@ -33,7 +33,7 @@ class Beat:
     Attributes:
         number: increases with every beat.
         step, phase, moves, signs: fields of the rank's ``Activity``.
-        moved: time of its last sign of life, seconds since the epoch.
+        moved_at: time of its last sign of life, seconds since the epoch.
         waits: whether it waits in a collective.
         source_line: row of data and source line at which it is, if it stalls.
         left: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``PEER_LOST``.
@@ -46,7 +46,7 @@ class Beat:
     step: int | None = None
     phase: str = "start"
     moves: int = 0
-    moved: float = 0.0
+    moved_at: float = 0.0
     signs: int = 0
     waits: bool = False
     source_line: str = ""
@@ -63,11 +63,17 @@ class Beat:
 
 @dataclass
 class PeerBeat:
-    """The last beat of another rank, and when this rank saw it change (``time.monotonic``)."""
+    """The last beat of another rank, and when this rank saw it change (``time.monotonic``).
+
+    Attributes:
+        beat: the beat.
+        beat_at: when its number changed.
+        moved_at: when its moves or signs of life changed.
+    """
 
     beat: Beat
     beat_at: float
-    moved: float
+    moved_at: float
 
 
 class Heartbeats:
@@ -85,7 +91,7 @@ class Heartbeats:
 
     Attributes:
         own_beat: the beat to publish.
-        reads_peers: whether to read the beats of other ranks; only needed when this rank stalls.
+        needs_peer_beats: whether to read the beats of other ranks; the watchdog sets it when this rank stalls.
         peer_beats: the beats of other ranks that were read, by rank.
         is_stalled: whether a rank has found that the run stalls.
         has_failed_rank: whether a rank has ended early; the beats are then read.
@@ -101,14 +107,17 @@ class Heartbeats:
         self._prefix = f"torchtune/heartbeats/{run_id}"
         self._stop_event = threading.Event()
         self._wake_event = threading.Event()
-        self._announces_stall = False
+        # The thread alone calls the store: the watchdog sets what it is to publish and to read.
+        self._must_announce_stall = False
+        self.needs_peer_beats = False
+        # Connections to the neighboring ranks, which end with a killed process; the thread makes them, because the
+        # address of this machine is known only when the store accepts connections.
         self._lifelines: Lifelines | None = None
-        self.reads_peers = False
         self.is_stalled = False
         self.has_failed_rank = False
         self.has_lost_store = False
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self._initial_beat = Beat(moved=first_beat.moved)  # of ranks without a beat so far
+        self._initial_beat = Beat(moved_at=first_beat.moved_at)  # of ranks without a beat so far
         self.own_beat = first_beat
         self.peer_beats: dict[int, PeerBeat] = {}
         self.last_reply = time.monotonic()
@@ -155,13 +164,13 @@ class Heartbeats:
         """Publish this rank's beat, and read the others' if they are needed."""
         beat = replace(self.own_beat, cut=tuple(self._cut_ranks()))
         store.set(self._key(self._rank), json.dumps(asdict(beat)))
-        if self._announces_stall:
+        if self._must_announce_stall:
             store.set(f"{self._prefix}/over", "")
         if beat.failed or beat.left == ORPHANED or beat.cut:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
         # In a run that goes well, ranks only write: a thousand ranks that read all others would load the store.
-        if not (self.reads_peers or self.has_failed_rank):
+        if not (self.needs_peer_beats or self.has_failed_rank):
             return
         for rank, beat in self._read_beats(store).items():
             self._update_peer(rank, beat)
@@ -186,18 +195,18 @@ class Heartbeats:
         """Store a peer's beat, with the times when this rank first saw its number and its signs of life."""
         # By the clock of this machine, because those of machines differ; time before the first look does not count.
         now = time.monotonic()
-        peer = PeerBeat(beat, beat_at=now, moved=now)
+        peer = PeerBeat(beat, beat_at=now, moved_at=now)
         last = self.peer_beats.get(rank)
         if last is not None:
             if beat.number == last.beat.number:
                 peer.beat_at = last.beat_at
             if beat.moves == last.beat.moves and beat.signs == last.beat.signs:
-                peer.moved = last.moved
+                peer.moved_at = last.moved_at
         self.peer_beats[rank] = peer
 
     def announce_stall(self) -> None:
         """Announce to the other ranks that the run stalls."""
-        self._announces_stall = True
+        self._must_announce_stall = True
         self._wake_event.set()
 
     def find_lost_ranks(self, seconds: float, patience: float) -> dict[int, Beat] | None:
@@ -334,7 +343,7 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     position = place(beat.step, beat.phase)
     if beat.source_line:
         position += f", at {beat.source_line}"
-    seconds = round(max(0.0, now - beat.moved))
+    seconds = round(max(0.0, now - beat.moved_at))
     have = "has" if len(stalled) == 1 else "have"
     text = f"{list_ranks(stalled)} {have} "
     if silent:

@@ -245,7 +245,7 @@ class Watchdog:
             step=activity.step,
             phase=activity.phase,
             moves=activity.moves,
-            moved=time.time() - (time.monotonic() - activity.moved),  # from monotonic time to time since the epoch
+            moved_at=time.time() - (time.monotonic() - activity.moved),  # from monotonic time to time since the epoch
             signs=activity.signs,
             waits=waits,
             source_line=line,
@@ -275,7 +275,7 @@ class Watchdog:
             heartbeats = self._heartbeats
             if heartbeats is not None:
                 heartbeats.own_beat = self._make_beat(seconds_still > timeout / 2)
-                heartbeats.reads_peers = seconds_still > timeout / 2
+                heartbeats.needs_peer_beats = seconds_still > timeout / 2
                 if seconds_still > min(_QUIET_SECONDS, timeout / 2):
                     failed = heartbeats.failed_ranks()
                     if failed:
@@ -315,7 +315,7 @@ class Watchdog:
         if self._heartbeats is None or self._is_store_lost(now):
             return True
         peers = list(self._heartbeats.peer_beats.values())
-        return all(now - peer.moved > self._timeout / 4 for peer in peers)
+        return all(now - peer.moved_at > self._timeout / 4 for peer in peers)
 
     def _exit_stalled(self, now: float) -> None:
         """Log the reason and exit, even if the stalled code holds a lock."""

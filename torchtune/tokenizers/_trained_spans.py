@@ -330,14 +330,16 @@ class TurnFinder:
         self.check_written(index)
         start = self._start(index)
         spans: list[Span] = []
-        runs = self._runs(index)
-        if not runs:
+        text_runs = self._text_runs(index)
+        if not text_runs:
             spans.append((start, self._end(index, start, None, continues=False)))
-        for first, last in runs:
+        for first_text, last_text in text_runs:
             if spans:  # behind the text of another turn, no generation prompt shows where the model goes on
-                start = self._spans[first][0]
-            continues = (first, last) != runs[-1] or self._is_followed_by_assistant(last)
-            spans.append((start, self._end(index, start, last, continues=continues)))
+                start = self._spans[first_text][0]
+            # The end-of-turn token may be missing where the assistant continues, in this turn or the next.
+            is_last_run = (first_text, last_text) == text_runs[-1]
+            continues = not is_last_run or self._is_followed_by_assistant(last_text)
+            spans.append((start, self._end(index, start, last_text, continues=continues)))
         if all(start >= end for start, end in spans):
             raise DataError(
                 f"the chat template writes nothing for turn {index} (assistant): take it out of the conversation, or "
@@ -437,17 +439,17 @@ class TurnFinder:
         except DataError:
             return None
 
-    def _runs(self, index: int) -> list[tuple[int, int]]:
-        """Return (first, last) text number of each run of turn ``index`` without another turn's text in between."""
+    def _text_runs(self, index: int) -> list[tuple[int, int]]:
+        """Return (first, last) text number of each run of texts of a turn, without another turn's text in between."""
         ranks = sorted(self._rank[number] for number in self._numbers[index] if number in self._rank)
-        runs: list[tuple[int, int]] = []
+        text_runs: list[tuple[int, int]] = []
         for rank in ranks:
             number = self._order[rank]
-            if runs and self._rank[runs[-1][1]] == rank - 1:
-                runs[-1] = (runs[-1][0], number)
+            if text_runs and self._rank[text_runs[-1][1]] == rank - 1:
+                text_runs[-1] = (text_runs[-1][0], number)
             else:
-                runs.append((number, number))
-        return runs
+                text_runs.append((number, number))
+        return text_runs
 
     def _is_followed_by_assistant(self, number: int) -> bool:
         """Return whether the next marked text after text ``number`` belongs to a turn of the assistant."""
@@ -459,15 +461,15 @@ class TurnFinder:
 
     def _text_before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
-        runs = self._runs(index)
-        if not runs:  # a turn without a written text follows the last earlier one with a text
+        text_runs = self._text_runs(index)
+        if not text_runs:  # a turn without a written text follows the last earlier one with a text
             for earlier in range(index - 1, -1, -1):
-                earlier_runs = self._runs(earlier)
+                earlier_runs = self._text_runs(earlier)
                 if earlier_runs:
                     return earlier_runs[-1][1]
             return None
         # A template may write texts of later turns before this one.
-        rank = self._rank[runs[0][0]] - 1
+        rank = self._rank[text_runs[0][0]] - 1
         while rank >= 0 and self._turn_of_number[self._order[rank]] >= index:
             rank -= 1
         if rank < 0:
@@ -528,7 +530,7 @@ class TurnFinder:
 
     def _find_start(self, index: int, before: int | None, base: int, limit: int) -> int:
         """Find the start of a turn in the passage from ``base``, the end of text number ``before``, to ``limit``."""
-        if index and not self._runs(index - 1):
+        if index and not self._text_runs(index - 1):
             start = self._find_start_after_blank(index)
             if start is not None:
                 return start
@@ -550,7 +552,7 @@ class TurnFinder:
             first_turn = 0
             if before is not None:
                 first_turn = self._turn_of_number[before] + 1
-            are_written = all(self._runs(turn) for turn in range(first_turn, index))
+            are_written = all(self._text_runs(turn) for turn in range(first_turn, index))
             is_continuation = header not in passage and are_written
             if header and (header in passage[:offset] or is_continuation):
                 return base + offset
@@ -591,26 +593,26 @@ class TurnFinder:
                     header = _whole_words(header[:num_shared])
         return header
 
-    def _end(self, index: int, start: int, last: int | None, *, continues: bool) -> int:
+    def _end(self, index: int, start: int, last_text: int | None, *, continues: bool) -> int:
         """Return the end of the model's output from ``start`` on.
 
         Args:
             index: turn of the assistant.
             start: start of the output.
-            last: number of the last text of the output; None if it has none.
+            last_text: number of the last text of the output; None if it has none.
             continues: whether the assistant continues after this output, in this turn or the next.
         """
-        base = self._end_of_text(last)
-        if last is None or base < start:
-            last = None
+        base = self._end_of_text(last_text)
+        if last_text is None or base < start:
+            last_text = None
             base = start
-        passage = self.text[base : self._next_text_start(base, last)]
-        key = (*self._passage_key(passage, index, index), last is None, continues)
+        passage = self.text[base : self._next_text_start(base, last_text)]
+        key = (*self._passage_key(passage, index, index), last_text is None, continues)
         if key not in self._end_offsets:
-            self._end_offsets[key] = self._find_end(index, last, start, passage, continues=continues)
+            self._end_offsets[key] = self._find_end(index, last_text, start, passage, continues=continues)
         return base + self._end_offsets[key]
 
-    def _find_end(self, index: int, last: int | None, start: int, passage: str, *, continues: bool) -> int:
+    def _find_end(self, index: int, last_text: int | None, start: int, passage: str, *, continues: bool) -> int:
         """Return the number of characters of ``passage``, the text after a turn's last text, that the model generates.
 
         The passage is compared with a rendering in which another turn follows, or none.
@@ -626,8 +628,8 @@ class TurnFinder:
             continuations = self._continuations(index)
         for messages in continuations:
             rendering = self._rendered(messages, False)
-            if last is not None:
-                tail = self._tail(rendering, last)
+            if last_text is not None:
+                tail = self._tail(rendering, last_text)
             else:
                 # The turn has no text by which it is found: it opens behind the text of an earlier turn.
                 before = self._text_before(index)

@@ -144,7 +144,11 @@ def test_settings_that_change_the_result_are_refused(key, value, tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("rank_pattern", {"q_proj": 2}, r"r = 2 for model\.layers\.0\.self_attn\.q_proj, the model in the config 4"),
+        (
+            "rank_pattern",
+            {"q_proj": 2},
+            r"r = 2 for model\.layers\.0\.self_attn\.q_proj, the model in the run's config 4",
+        ),
         ("alpha_pattern", {"layers.1.*o_proj": 9}, r"lora_alpha = 9 for model\.layers\.1\.self_attn\.o_proj, .* 6"),
         ("rank_pattern", {"q_proj(": 2}, "numbers by patterns of module names are expected"),
         ("alpha_pattern", {"q_proj": "many"}, "numbers by patterns of module names are expected"),

@@ -230,7 +230,7 @@ def test_adapters_that_do_not_fit_the_trained_modules_are_refused(tmp_path):
     saved = checkpointer.save("epoch_0", model, contents="adapter")
     with pytest.raises(CheckpointError, match=r"'base_model\.model\.lm_head\.weight', which differs .*train_modules"):
         load(source, lora(), adapter_checkpoint=saved)
-    with pytest.raises(CheckpointError, match=r"lacks 'norm\.scale', which the model in the config trains whole"):
+    with pytest.raises(CheckpointError, match=r"lacks 'norm\.scale', which the model in the run's config trains whole"):
         load(source, lora("output", "norm"), adapter_checkpoint=saved)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.devices import DEVICE
-from torchtune.data import DataError, collate_documents, collate_embedding
+from torchtune.data import BatchLoader, DataError, collate_documents, collate_embedding
 from torchtune.models import Description, build
 from torchtune.modules import pooled_embeddings
 from torchtune.modules.conversion import apply_conversions
@@ -27,6 +27,10 @@ def row(query, positive, *negatives, labels=(0,)):
 
 
 ROWS = [row([1, 2], [3, 4, 5], [6]), row([7], [8, 9], [10, 11], [12]), row([13, 14, 15], [16])]
+
+
+def load(rows, batch_size):
+    return BatchLoader(rows, batch_size=batch_size, collate_fn=collate_embedding, shuffle=False, seed=0)
 
 
 def vectors(count, width=6):
@@ -55,6 +59,20 @@ def test_loss_and_gradient_equal_the_formula():
     torch.testing.assert_close(grad, expected_grad)
     assert batch.num_terms == 3
     assert metrics["retrieval/accuracy"][1] == 3
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS[::-1]], ids=["last", "first"])
+def test_row_without_negatives_is_refused_where_it_may_be_alone(rows):
+    """Its loss is 0 whatever the model is. Each of the others has negatives."""
+    words = "^batch_size: .* the smallest micro-batch has 1, and 1 of the examples have no negatives"
+    for batch_size in (1, 2):
+        with pytest.raises(LossError, match=words):
+            InfoNCELoss().check_loader(load(rows, batch_size), "batch_size")
+    InfoNCELoss().check_loader(load(rows, 3), "batch_size")
+
+
+def test_rows_with_negatives_may_be_alone():
+    InfoNCELoss().check_loader(load(ROWS[:2], 1), "batch_size")
 
 
 def test_matryoshka_dimensions_are_a_weighted_sum_of_losses():

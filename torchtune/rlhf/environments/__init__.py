@@ -3,7 +3,7 @@
 from torchtune.rlhf._rollouts import ENDS, Episode
 from torchtune.rlhf.environments._episodes import Environments, setup_environments
 from torchtune.rlhf.environments._external_environments import Gymnasium, OpenEnv, OpenEnvGym, TextArena
-from torchtune.rlhf.environments._sessions import Sample, Sessions, episodes_of
+from torchtune.rlhf.environments._sessions import Continuation, Sample, Sessions, episodes_of
 from torchtune.rlhf.environments._tools import (
     FORMATS,
     CallError,
@@ -21,6 +21,7 @@ __all__ = [
     "FORMATS",
     "Bridge",
     "CallError",
+    "Continuation",
     "Environments",
     "Episode",
     "Gymnasium",

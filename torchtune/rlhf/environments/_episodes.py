@@ -241,7 +241,7 @@ class Environments:
             tokens, images, failure = rendered[key]
             conversation.tokens = list(tokens)
             conversation.images = images
-            self._set_limit(conversation, conversation.tokens)
+            self._limit_or_end(conversation, conversation.tokens)
             if failure:
                 conversation.fail("environment_failed", failure)
         for conversation in conversations:
@@ -260,8 +260,8 @@ class Environments:
         except DataError as error:
             return conversation.prompt.tokens, {}, str(error)
 
-    def _set_limit(self, conversation: Conversation, context: list[int]) -> None:
-        """Set the maximum length of the turn after ``context``; if no token fits, end the episode."""
+    def _limit_or_end(self, conversation: Conversation, context: list[int]) -> None:
+        """Set the maximum length of the turn after ``context``; if no token fits, end the episode instead."""
         # The last token of a turn is only a label, so the model's input is one token shorter.
         num_free = self._sampler.model.max_seq_len + 1 - len(context)
         conversation.limit = min(self._sampler.max_new_tokens, num_free)
@@ -421,16 +421,17 @@ class Environments:
             conversation.end = "max_turns"
             return False
         conversation.history[-1] = Turn(conversation.history[-1].tokens, calls, replies)
+        # The bridge renders the tokens between two turns, for the tools of this kind of environment.
         bridge = conversation.kind.bridge
         context = bridge.context(conversation.start, conversation.history)
         # The template may now omit reasoning of earlier turns, which the sampled tokens have.
         if context is not None and context[: len(conversation.tokens)] != conversation.tokens:
-            self._set_limit(conversation, context)
+            self._limit_or_end(conversation, context)
             if conversation.end is None:
                 conversation.restart(context)
         else:
             reply_tokens = bridge(calls, replies)
-            self._set_limit(conversation, conversation.tokens + reply_tokens)
+            self._limit_or_end(conversation, conversation.tokens + reply_tokens)
             if conversation.end is None:
                 conversation.append(reply_tokens, [0.0] * len(reply_tokens), is_sampled=False)
         return conversation.end is None

@@ -133,12 +133,18 @@ class InfoNCELoss(AnswerLoss):
                 f"{len(loader.dataset):,} examples have the same positive, and no negatives: give rows with other "
                 "passages, or with negatives."
             )
-        if loader.dataset[0]["negatives"]:
+        # Any row may be alone in the micro-batch. Without negatives, its loss is 0 whatever the model is.
+        num_alone = 0
+        for index in range(len(loader.dataset)):
+            if not loader.dataset[index]["negatives"]:
+                num_alone += 1
+        if num_alone == 0:
             return
         raise LossError(
             f"{name}: InfoNCELoss contrasts a query with the passages of other queries, but of {len(loader.dataset):,} "
             f"examples in micro-batches of {loader.batch_size} on {loader.world_size} process(es) the smallest "
-            f"micro-batch has 1, without negatives: set another {name}, or give the rows negatives."
+            f"micro-batch has 1, and {num_alone:,} of the examples have no negatives: set another {name}, or give all "
+            "rows negatives."
         )
 
     def score_batch(self, model: nn.Module, batch: Batch) -> Tensor:
