@@ -144,13 +144,13 @@ def eval_rows(args: argparse.Namespace) -> None:
         UserError: see :mod:`torchtune.evaluation`; raised before a model is loaded if possible.
     """
     if args.data is None:
-        data = Path("dataset_val")  # names the file of results
-        node, max_seq_len = _validation_data(args.model)
+        data = Path("dataset_val")  # no file: it names the file of results
+        perplexity_node, max_seq_len = _validation_data(args.model)
     else:
         data = args.data.expanduser()
-        node = None
+        perplexity_node = None  # of a dataset in the config; without one, no perplexity is measured
         if args.perplexity:
-            node = _perplexity_node(data, args)
+            perplexity_node = _perplexity_node(data, args)
         max_seq_len = None
     rows = []
     scores = torchtune.evaluation.make_scores(args.score)
@@ -162,7 +162,7 @@ def eval_rows(args: argparse.Namespace) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     evaluations = []
     for folder, adapter in args.models:  # one after the other, because their memory may not suffice for two
-        evaluations.append(_evaluate(folder, adapter, args, data, rows, scores, node, max_seq_len))
+        evaluations.append(_evaluate(folder, adapter, args, data, rows, scores, perplexity_node, max_seq_len))
     lines = [*_format_table(evaluations), *_format_remarks(evaluations, args)]
     print("\n".join(lines))
     results = {"data": str(data), "rows": len(rows), "models": [_result_entry(result) for result in evaluations]}

@@ -469,6 +469,7 @@ def detect_format(files: WeightFiles, spec: ModelSpec, description: Description)
         matches[name_format] = len(names & external_names)
         # The formats may differ in the weights that they have names for.
         matches["tune"] = max(len(names & tune_names), matches.get("tune", 0))
+    # Of formats with equally many names, the first one: the first weight map of the family comes before all others.
     best = max(matches, key=matches.__getitem__, default=None)
     if best is None or matches[best] == 0:
         example = "it holds no tensor"

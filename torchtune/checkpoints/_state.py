@@ -323,7 +323,7 @@ class _RankFiles:
         values = torch.empty(sizes, dtype=getattr(torch, node["dtype"]))
         num_missing = values.numel()
         ranks = list(self._order)  # a copy, because the loop changes the order
-        if "rank" in node:
+        if "rank" in node:  # the only file with the whole tensor
             ranks.insert(0, node["rank"])
         for rank in dict.fromkeys(ranks):
             if num_missing == 0:
@@ -339,6 +339,7 @@ class _RankFiles:
             in_file = _relative(overlap, shard)
             in_values = _relative(overlap, slices)
             values[in_values] = self.file(rank).read(name, in_file or None)
+            # Shards do not overlap each other: one rank writes those that are replicated.
             num_missing -= math.prod(dim.stop - dim.start for dim in overlap)
             self._order.remove(rank)  # the next slice is likely in the same file
             self._order.insert(0, rank)

@@ -31,7 +31,7 @@ class SharedPrefixes:
     def of(cls, starts: Sequence[int], lengths: Sequence[int], prefixes: Sequence[int]) -> "SharedPrefixes":
         """Build from start positions, lengths, and the index of each document's prefix (-1: no prefix)."""
         positions = []  # of each document
-        for start, length in zip(starts, lengths, strict=False):
+        for start, length in zip(starts, lengths, strict=True):
             positions.append(torch.arange(start, start + length))
         keys = []
         document_indices = []  # of those that are not prefixes
@@ -113,7 +113,7 @@ class Documents:
                 raise ValueError(f"prefixes {prefixes} do not name documents of {len(lengths)}.")
             if any(prefixes[index] >= 0 for index in prefixes if index >= 0):
                 raise ValueError(f"A document goes on from one that itself goes on from another: prefixes {prefixes}.")
-            shared = SharedPrefixes.of(starts, lengths, prefixes)
+            shared = SharedPrefixes.of(starts[:-1], lengths, prefixes)
         else:
             prefixes = ()
         documents = cls(lengths, torch.tensor(starts, dtype=torch.int32), prefixes, shared)

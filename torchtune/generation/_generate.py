@@ -454,8 +454,6 @@ def generate(
         compiled_generate_next_token: replaces :func:`generate_next_token` after the first token. It runs with KV
             caches and uncompiled: the lengths of mask and caches change from step to step.
         prompt_lengths: number of tokens of each prompt; by default counted without leading ``pad_id``.
-        top_p: see :func:`sample`.
-        min_p: see :func:`sample`.
         logits_processors: see :func:`stream_tokens`.
 
     Returns:

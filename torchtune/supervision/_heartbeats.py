@@ -328,8 +328,7 @@ def list_ranks(ranks: Iterable[int]) -> str:
 def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     """Return one sentence: the stalled ranks and their location.
 
-    Ranks without a heartbeat or with an error count as stalled. If there are none, ranks that are behind in the loop
-    do; if there are none either, ranks that do not wait in a collective.
+    If there are silent ranks, they are the stalled ones; else those of :func:`_find_stalled_ranks`.
 
     Args:
         beats: beats of all ranks that have published a beat.

@@ -181,7 +181,10 @@ def _new_name(number: int) -> str:
 
 
 def _rename_tokens(tokenizer: Tokenizer, control_tokens: Sequence[str]) -> Tokenizer:
-    """Return a copy of the tokenizer with renamed control tokens; the ids stay the same."""
+    """Return a copy of the tokenizer with renamed control tokens, so that text with their former names is plain text.
+
+    The ids stay the same.
+    """
     names = {text: _new_name(number) for number, text in enumerate(control_tokens)}
     content = json.loads(tokenizer.to_str())
     content["post_processor"] = None  # unused, and may refer to control tokens

@@ -86,19 +86,21 @@ class KeptReasoning:
                 f"reasoning=keep: the chat template writes no reasoning for turn {index} (assistant) even if it is the "
                 "last one: use reasoning=strip"
             )
-        if not answer:  # the mark makes the text non-empty, for which a template may write more
+        replaced = mark
+        if not answer:  # the mark makes the text non-empty, for which a template may write more: it goes with the mark
             tail_without_mark = render([*before, turn], False)[len(written) :]
             if tail.endswith(tail_without_mark):
-                mark += tail.removesuffix(tail_without_mark)
+                replaced += tail.removesuffix(tail_without_mark)
 
         # Only the text behind the first difference is replaced: it is what the reasoning changes.
         same_characters = takewhile(lambda pair: pair[0] == pair[1], zip(stripped, written, strict=False))
         num_same = sum(1 for _ in same_characters)
+        # Where the model's output begins, relative to the mark: the template may write a part of it for the prompt.
         prompt = render(before, True)
         output_start = None
         if written.startswith(prompt):
             output_start = len(prompt) - len(stripped)
-        return _Block(mark, written[num_same:], len(stripped) - num_same, output_start)
+        return _Block(replaced, written[num_same:], len(stripped) - num_same, output_start)
 
     def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
         """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""

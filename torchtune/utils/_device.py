@@ -147,7 +147,10 @@ def find_device(device: str | None) -> "torch.device":
     if index is None:  # the processes of a machine have a device each
         index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= count:
-        raise UserError(f"device: '{chosen.type}:{index}' was asked for, but this machine has {count}.")
+        wanted = f"'{chosen.type}:{index}' was asked for"
+        if chosen.index is None:
+            wanted = f"process {index} of this machine needs '{chosen.type}:{index}'"
+        raise UserError(f"device: {wanted}, but this machine has {count}.")
     return torch.device(chosen.type, index)
 
 

@@ -292,6 +292,7 @@ def _backward(
     softcap: float,
     cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and sinks; those of the sinks are zero if there are none."""
     grad_q = torch.empty_like(q)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
@@ -300,7 +301,7 @@ def _backward(
     for query_tensors, key_tensors in runs:
         grad_run, q_run, out_run, lse_run, grad_q_run = query_tensors
         k_run, v_run, grad_k_run, grad_v_run = key_tensors
-        run_window = window if window < k_run.shape[1] else 0
+        run_window = window if window < k_run.shape[1] else 0  # a window of all keys is none
         if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
             block_attention_backward(
                 grad_run,

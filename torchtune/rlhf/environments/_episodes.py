@@ -312,7 +312,7 @@ class Environments:
             stop_tokens=sampler.stop_tokens,
             draws=draws,
             max_sequences=sampler.max_sequences,
-            more=partial(self._take_due_requests, pending),
+            more=partial(self._advance_and_take_requests, pending),
             images=[conversation.images for conversation in first_turns],
         )
         stop_tokens = set(sampler.stop_tokens)
@@ -342,10 +342,11 @@ class Environments:
                     keys.append((seed, (turn_number << 32) + sample))
         return seeded_draws(keys, self._sampler.max_new_tokens, device)
 
-    def _take_due_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
+    def _advance_and_take_requests(self, pending: "_PendingTurns", batch: Batch) -> list[Request]:
         """Count a decoding step, and return requests for the turns of the episodes that are due.
 
-        If no episode decodes, the count skips to the next due step.
+        An episode is due a fixed number of steps after its last turn, see ``_STEPS_FOR_TOOLS``. If no episode decodes,
+        the count skips to the next due step.
         """
         for turn in pending.turns:
             if turn.due_step == pending.step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values

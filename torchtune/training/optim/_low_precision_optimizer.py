@@ -339,7 +339,11 @@ class LowPrecisionOptimizer(Optimizer):
         origins: Iterator[Tensor],
         size: int,
     ) -> None:
-        """Step a shard whose tensors are low-bit, not contiguous, or no run; every piece takes the next origin."""
+        """Step a shard whose tensors are low-bit, not contiguous, or not consecutive elements of the full tensor.
+
+        The noise of stochastic rounding follows from the origin of a piece (the place of its first element in the full
+        tensor), or from the ids of its elements, where they are not consecutive. Every piece takes the next origin.
+        """
         weights = own_part(parameter).detach()
         states = [self.state[parameter][name] for name in rule.states]
         # A tensor that is not contiguous is copied here, and written back at the end; a contiguous one shares memory.
@@ -360,7 +364,7 @@ class LowPrecisionOptimizer(Optimizer):
             if is_low_bit:
                 # A shard may end within a block, whose other elements are padding.
                 step_states = [state.dequantize()[: weight.numel()] for state in stored_states]
-            piece_ids = None  # the elements of a run follow from its origin
+            piece_ids = None  # those of consecutive elements follow from the origin
             if not ids.is_run:
                 piece_ids = ids.of(first, weight.numel(), weight.device)
             step_piece(group_step, Piece(weight, flat_grads[piece], step_states), next(origins), piece_ids)
