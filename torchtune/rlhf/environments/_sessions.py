@@ -71,7 +71,7 @@ class _Session:
 
 @dataclass(eq=False)
 class Continuation:
-    """Conversation up to the turn to sample.
+    """Conversation up to the turn to sample, from :meth:`Sessions.begin`.
 
     Attributes:
         tokens: tokens of the conversation.
@@ -79,6 +79,12 @@ class Continuation:
         model: name of the model.
         hash: hash of the model, the tools and the messages, to be updated with the turn.
         after: last sampled turn; None if the conversation begins a sample.
+
+    Example:
+        >>> sessions = torchtune.rlhf.environments.Sessions(tokenizer)
+        >>> begun = sessions.begin(None, "tiny", [{"role": "user", "content": "the cat"}])
+        >>> begun.between, begun.after
+        ([], None)
     """
 
     tokens: list[int]
