@@ -522,7 +522,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     # Records are found by the bytes of line ends, delimiters and quotes, which other encodings than UTF-16 share.
     try:
         has_ascii_bytes = 'a,"\n'.encode(encoding) == b'a,"\n'
-    except LookupError as error:
+    except (LookupError, ValueError) as error:  # ValueError: Python's "undefined", or a zero byte
         raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
     if not has_ascii_bytes:
         raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")

@@ -136,6 +136,7 @@ def test_tab_separated_and_encoded_files_are_read(tmp_path):
         ({"encoding": "utf-16"}, "encoding=utf-16 cannot be read in lines"),
         ({"encoding": 8}, "encoding must be the name of an encoding, such as utf-8, not 8"),
         ({"encoding": "utf-9"}, "encoding=utf-9 is not known"),
+        ({"encoding": "undefined"}, "encoding=undefined is not known"),
     ],
 )
 def test_settings_that_are_not_known_are_refused_by_name(settings, words, tmp_path):
