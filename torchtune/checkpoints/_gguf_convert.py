@@ -200,6 +200,11 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [UNUSED] * vocab_size
     for text, index in vocab.items():
+        if index >= vocab_size:
+            raise CheckpointError(
+                f"quantizer: {path} gives '{text}' the id {index}, but the model has {vocab_size} tokens: use the "
+                "tokenizer of the model."
+            )
         tokens[index] = text
         if text not in added_tokens:
             types[index] = NORMAL

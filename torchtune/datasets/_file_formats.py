@@ -481,7 +481,7 @@ _TABLE_SETTINGS = (*_DIALECT, "column_names", "header", "skiprows", "encoding")
 def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check the settings of a table; raise :class:`DataError` for an unknown one or an impossible value."""
     settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
-    for name, value in _ALWAYS_SET.items():
+    for name, value in _WITHOUT_EFFECT_AT.items():
         if str(settings.get(name)) == str(value):  # a command line may hand over "False"
             del settings[name]
     for name in settings:
@@ -491,7 +491,9 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
                 f"are {', '.join(_TABLE_SETTINGS)}."
             )
     for name in ("delimiter", "quotechar", "escapechar"):
-        value = settings.get(name, ",")
+        if name not in settings:
+            continue
+        value = settings[name]
         if value == "\\t":  # as shells and YAML without quotes hand it over
             settings[name] = value = "\t"
         if not isinstance(value, str) or len(value) != 1 or not value.isascii() or value in "\r\n":
@@ -503,7 +505,8 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
             raise DataError(f"{name} must be true or false, not {settings[name]!r}.")
     names = settings.get("column_names")
     if names is not None:
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not all(isinstance(name, str) for name in names):
             raise DataError(f"column_names must be a list of names, not {names!r}.")
         settings["column_names"] = _checked_names(list(names))
     if settings.get("header", "infer") not in ("infer", 0):
@@ -512,12 +515,14 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(skiprows, int) or isinstance(skiprows, bool) or skiprows < 0:
         raise DataError(f"skiprows must be the number of lines before the table, not {skiprows!r}.")
     encoding = settings.pop("encoding", "utf-8")
+    if not isinstance(encoding, str):
+        raise DataError(f"encoding must be the name of an encoding, such as utf-8, not {encoding!r}.")
     if encoding.lower() in ("utf-8", "utf8", "utf-8-sig"):
         return settings
     # Records are found by the bytes of line ends, delimiters and quotes, which other encodings than UTF-16 share.
     try:
         has_ascii_bytes = 'a,"\n'.encode(encoding) == b'a,"\n'
-    except LookupError as error:
+    except (LookupError, ValueError) as error:  # ValueError: Python's "undefined", or a zero byte
         raise DataError(f"encoding={encoding} is not known: use utf-8, or the name of another encoding.") from error
     if not has_ascii_bytes:
         raise DataError(f"encoding={encoding} cannot be read in lines: save the file as UTF-8.")
@@ -526,7 +531,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 _OTHER_NAMES = {"sep": "delimiter", "names": "column_names"}
 # Settings that change nothing with these values, because every cell is a text.
-_ALWAYS_SET = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
+_WITHOUT_EFFECT_AT = {"keep_default_na": False, "na_filter": False, "dtype": "str", "skip_blank_lines": True}
 
 
 def _checked_names(names: list[str]) -> tuple[str, ...]:

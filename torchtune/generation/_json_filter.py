@@ -25,6 +25,8 @@ _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _VALUE_KEYWORDS = ("type", "enum", "const", "anyOf", "$ref")
 _PART_KEYWORDS = ("properties", "required", "additionalProperties", "items", "minItems", "maxItems")
 _ANNOTATIONS = ("title", "description", "default", "examples", "$schema", "$id", "$defs", "definitions", "$comment")
+# Keywords that may stand beside one that decides the values; others would have to hold as well.
+_KEYWORDS_BESIDE = {"$ref": (), "anyOf": (), "enum": ("type", "const"), "const": ("type",)}
 _MAX_BLANKS = 32  # white space between two parts: a model could write it forever
 _MAX_NODES = 10_000
 _MAX_STATES = 512  # cached lists of allowed tokens
@@ -327,6 +329,14 @@ class JSONGrammar:
         for name in schema:
             if name not in _VALUE_KEYWORDS + _PART_KEYWORDS + _ANNOTATIONS:
                 raise GenerationError(f"{path} has '{name}', which is not supported: leave it out.")
+        for keyword, keywords_beside in _KEYWORDS_BESIDE.items():
+            if keyword in schema:
+                for name in schema:
+                    if name not in (keyword, *keywords_beside, *_ANNOTATIONS):
+                        raise GenerationError(
+                            f"{path} has '{name}' beside '{keyword}', which is not supported: leave it out."
+                        )
+                break
         node = _Node()
         self._nodes[path] = node  # before the nodes in it, which may refer to it
         if "$ref" in schema:
@@ -336,10 +346,7 @@ class JSONGrammar:
             for index, option in enumerate(options):
                 node.alternatives.append(self._node(option, f"{path}/anyOf/{index}"))
         elif "enum" in schema or "const" in schema:
-            values = [schema.get("const")]
-            if "enum" in schema:
-                values = _checked(schema["enum"], list, f"{path}/enum")
-            for value in values:
+            for value in _values(schema, path):
                 node.texts.append(json.dumps(value, ensure_ascii=False))
                 node.texts.append(json.dumps(value))  # for characters that no token has
         else:
@@ -383,22 +390,7 @@ class JSONGrammar:
 
     def _add_types(self, node: _Node, schema: Mapping[str, Any], path: str) -> None:
         """Set the types of a node and what they need: properties, elements, and the number of elements."""
-        if "type" in schema:
-            types = schema["type"]
-        elif "properties" in schema:
-            types = "object"
-        elif "items" in schema:
-            types = "array"
-        else:
-            types = None
-        if types is None:
-            types = list(_TYPES)
-        elif isinstance(types, str):
-            types = [types]
-        for name in _checked(types, list, f"{path}/type"):
-            if name not in _TYPES:
-                raise GenerationError(f"{path}/type is {json.dumps(name)[:40]}: use one of {', '.join(_TYPES)}.")
-        node.types = types
+        node.types = _types(schema, path)
         properties = _checked(schema.get("properties", {}), Mapping, f"{path}/properties")
         required = _checked(schema.get("required", []), list, f"{path}/required")
         for name in required:
@@ -406,7 +398,7 @@ class JSONGrammar:
                 raise GenerationError(f"{path}/required has {json.dumps(name)[:40]}: it must be among properties.")
         for name, property_schema in properties.items():
             key = json.dumps(name, ensure_ascii=False)
-            property_node = self._node(property_schema, f"{path}/properties/{name}")
+            property_node = self._node(property_schema, f"{path}/properties/{_escaped(name)}")
             node.properties.append((key, name in required, property_node))
         # Without properties, a schema allows any; with properties, only these.
         additional = schema.get("additionalProperties", not properties)
@@ -422,6 +414,54 @@ class JSONGrammar:
             node.max_items = _checked(schema["maxItems"], int, f"{path}/maxItems")
         if node.max_items is not None and node.max_items < node.min_items:
             raise GenerationError(f"{path}/maxItems is {node.max_items}, below minItems {node.min_items}: raise it.")
+
+
+def _types(schema: Mapping[str, Any], path: str) -> list[str]:
+    """Return the names of the types that a schema at a path allows."""
+    types = schema.get("type")
+    if types is None:
+        if "properties" in schema:
+            types = "object"
+        elif "items" in schema:
+            types = "array"
+        else:
+            types = list(_TYPES)
+    if isinstance(types, str):
+        types = [types]
+    for name in _checked(types, list, f"{path}/type"):
+        if name not in _TYPES:
+            raise GenerationError(f"{path}/type is {json.dumps(name)[:40]}: use one of {', '.join(_TYPES)}.")
+    return types
+
+
+def _values(schema: Mapping[str, Any], path: str) -> list[Any]:
+    """Return the values of ``enum`` and ``const`` that have the type of the schema at a path."""
+    if "enum" in schema:
+        values = _checked(schema["enum"], list, f"{path}/enum")
+        if "const" in schema:  # as JSON, because in Python 1 equals true
+            const = json.dumps(schema["const"], sort_keys=True)
+            values = [value for value in values if json.dumps(value, sort_keys=True) == const]
+    else:
+        values = [schema["const"]]
+    types = _types(schema, path)
+    return [value for value in values if any(_has_type(value, name) for name in types)]
+
+
+def _has_type(value: Any, name: str) -> bool:
+    """Return whether a value is of the JSON type ``name``."""
+    if isinstance(value, bool):  # before numbers, which bools are in Python
+        return name == "boolean"
+    if isinstance(value, float):
+        return name == "number" or (name == "integer" and value.is_integer())
+    if isinstance(value, int):
+        return name in ("number", "integer")
+    classes = {"object": Mapping, "array": (list, tuple), "string": str, "null": type(None)}
+    return name in classes and isinstance(value, classes[name])
+
+
+def _escaped(name: str) -> str:
+    """Return a name as a part of a JSON pointer, so that no two parts of a schema have one path."""
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _checked(value: Any, kind: type, path: str) -> Any:

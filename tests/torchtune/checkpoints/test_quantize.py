@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from tests.torchtune.checkpoints.small import build, in_transformers, load, logits, read, write_folder
-from torchtune.checkpoints import FullModelHFCheckpointer, GGUFFile, ModelSource, quantize_checkpoint
+from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, GGUFFile, ModelSource, quantize_checkpoint
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.low_precision.torchao_interface import torchao_quantization
 from torchtune.training import quantization
@@ -105,6 +105,19 @@ def test_checkpoints_and_settings_that_do_not_fit_are_refused_before_anything_is
     with pytest.raises(UserError, match=r"int is not a quantizer: choose out of Float8Quantizer, GGUFQ"):
         quantize(source, 3, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_not_written_as_gguf(source, tmp_path):
+    folder = shutil.copytree(source, tmp_path / "in")
+    path = folder / "tokenizer.json"
+    contents = json.loads(path.read_text())
+    contents["model"]["vocab"]["beyond"] = 100_000
+    path.write_text(json.dumps(contents))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json gives 'beyond' the id 100000, but the model has \d+ tok"
+    ):
+        quantize(folder, quantization.GGUFQuantizer("F16"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_quantizer_than_in_training_is_warned_of(source, tmp_path, caplog):

@@ -131,9 +131,12 @@ def test_tab_separated_and_encoded_files_are_read(tmp_path):
         ({"doublequote": "no"}, "doublequote must be true or false"),
         ({"column_names": "a"}, "column_names must be a list of names"),
         ({"column_names": ["a", "a"]}, "two columns are named 'a'"),
+        ({"column_names": 5}, "column_names must be a list of names, not 5"),
         ({"skiprows": [1]}, "skiprows must be the number of lines"),
         ({"encoding": "utf-16"}, "encoding=utf-16 cannot be read in lines"),
+        ({"encoding": 8}, "encoding must be the name of an encoding, such as utf-8, not 8"),
         ({"encoding": "utf-9"}, "encoding=utf-9 is not known"),
+        ({"encoding": "undefined"}, "encoding=undefined is not known"),
     ],
 )
 def test_settings_that_are_not_known_are_refused_by_name(settings, words, tmp_path):

@@ -119,9 +119,46 @@ def test_const_enum_union_and_recursive_schemas_are_understood():
     assert JSONGrammar({}).accepts('["anything", 1]')
 
 
+def test_properties_whose_names_look_like_paths_keep_their_schemas():
+    nested = {"type": "object", "properties": {"b": {"type": "integer"}, "c/d": {"type": "null"}}}
+    reference = {"$ref": "#/properties/a/properties/c~1d"}
+    schema = {"properties": {"a": nested, "a/properties/b": {"type": "string"}, "a~1": reference, "a/": {"const": 1}}}
+    grammar = JSONGrammar(schema)
+    assert grammar.accepts('{"a": {"b": 1}, "a/properties/b": "x", "a~1": null, "a/": 1}')
+    assert not grammar.accepts('{"a/properties/b": 1}')
+    assert not grammar.accepts('{"a/": null}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({"type": "integer", "enum": [1, "a", True, 2.0]}, ["1", "2.0"], ['"a"', "true"]),
+        ({"type": "number", "enum": [1, 1.5, False]}, ["1", "1.5"], ["false"]),
+        ({"type": ["string", "null"], "enum": ["a", None, []], "default": None}, ['"a"', "null"], ["[]"]),
+        ({"type": "string", "enum": ["celsius", "kelvin"], "description": "unit"}, ['"kelvin"'], ['"a"']),
+        ({"const": "a", "enum": ["a"], "type": "string", "title": "Kind"}, ['"a"'], ['"b"']),
+        ({"const": 1, "enum": [True, 1]}, ["1"], ["true"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "title": "X"}, ["1", "null"], ['"a"']),
+        ({"$ref": "#/$defs/X", "description": "an x", "$defs": {"X": {"type": "boolean"}}}, ["true"], ["1"]),
+    ],
+)
+def test_all_keywords_of_a_value_hold(schema, valid, invalid):
+    grammar = JSONGrammar(schema)
+    assert [grammar.accepts(text) for text in valid] == [True] * len(valid)
+    assert [grammar.accepts(text) for text in invalid] == [False] * len(invalid)
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
+        (
+            {"$ref": "#/$defs/X", "type": "string", "$defs": {"X": {}}},
+            r"# has 'type' beside '\$ref', which is not supp",
+        ),
+        ({"anyOf": [{"type": "null"}], "properties": {"a": {}}}, "# has 'properties' beside 'anyOf'"),
+        ({"items": {"anyOf": [{}], "enum": [1]}}, "#/items has 'enum' beside 'anyOf'"),
+        ({"enum": [{}], "required": ["a"]}, "# has 'required' beside 'enum'"),
+        ({"type": "integer", "const": "a"}, "# allows no value"),
         ({"type": "string", "pattern": "a+"}, "# has 'pattern', which is not supported"),
         ({"properties": {"a": {"minimum": 0}}}, "#/properties/a has 'minimum'"),
         ({"type": "text"}, '#/type is "text": use one of object, array'),

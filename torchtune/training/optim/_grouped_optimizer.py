@@ -105,9 +105,12 @@ class GroupedOptimizer:
         settings = {name: value for name, value in group.items() if name not in _GROUP_KEYS}
         if group.get("lr_ratio") is not None:
             # The rate of the group, or else of the outer settings, or else of the optimizer's signature.
-            default_lr = inspect.signature(self._class).parameters["lr"].default
-            outer_lr = self._settings.get("lr", default_lr)
-            base_lr = settings.get("lr", outer_lr)
+            if "lr" in settings:
+                base_lr = settings["lr"]
+            elif "lr" in self._settings:
+                base_lr = self._settings["lr"]
+            else:
+                base_lr = _default_lr(self._class, key)
             settings["lr"] = base_lr * group["lr_ratio"]
         optimizer_class = None
         if group.get("optimizer") is not None:
@@ -305,6 +308,14 @@ def _build(
         return optimizer_class(parameters, **settings)
     except (TypeError, ValueError) as error:
         raise UserError(f"{subject}: {optimizer_class.__name__}: {error}") from error
+
+
+def _default_lr(optimizer_class: type[Optimizer], key: str) -> float:
+    """Return the learning rate in an optimizer's signature, for the ``lr_ratio`` of the group at ``key``."""
+    lr = inspect.signature(optimizer_class).parameters.get("lr")
+    if lr is None or lr.default is inspect.Parameter.empty:
+        raise UserError(f"{key}.lr_ratio: {optimizer_class.__name__} has no default learning rate: set {key}.lr.")
+    return lr.default
 
 
 def _check_settings(

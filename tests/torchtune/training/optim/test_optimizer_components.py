@@ -162,6 +162,23 @@ def test_groups_have_their_settings_and_follow_one_schedule():
     assert 0 < factors[0] < 1
 
 
+class FixedRate(torch.optim.SGD):
+    """An optimizer without a setting ``lr``."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+
+
+def test_lr_ratio_needs_no_default_learning_rate_where_one_is_set():
+    group = {"pattern": "bias", "optimizer": "torch.optim.SGD", "lr_ratio": 4}
+    optimizer = setup_optimizer(lambda p: GroupedOptimizer(p, [{**group, "lr": 0.5}], FixedRate), make_model())
+    assert sorted(group["lr"] for group in optimizer.param_groups) == [0.1, 2.0]
+    with pytest.raises(
+        UserError, match=r"groups\[0\]\.lr_ratio: FixedRate has no default learning rate: set optimizer"
+    ):
+        setup_optimizer(lambda p: GroupedOptimizer(p, [group], FixedRate), make_model())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
