@@ -272,13 +272,15 @@ def read_document(path: str | Path) -> Document:
     try:
         with open(path, "rb") as file:
             content = file.read(_MAX_BYTES + 1)
-        text = content.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError([Mistake(name, "", f"cannot be read: {error.strerror}")]) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError([Mistake(name, "", f"is not UTF-8 text (byte {error.start})")]) from error
+    # Before the text is decoded: a longer file may be cut within a character.
     if len(content) > _MAX_BYTES:
         raise ConfigError([Mistake(name, "", "is longer than 1 MiB: a config is a page of settings")])
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError([Mistake(name, "", f"is not UTF-8 text (byte {error.start})")]) from error
     try:
         data = _parse(text, document)
     except yaml.YAMLError as error:

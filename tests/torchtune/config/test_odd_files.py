@@ -11,6 +11,7 @@ ODD = {
     "billion laughs": (BOMB, "holds more than 20,000 values"),
     "brackets": ("a: " + "[" * 5000 + "]" * 5000, "nests more than 64 levels deep"),
     "long text": ("a: " + "x" * 2_000_000, "is longer than 1 MiB"),
+    "long text, cut within a character": ("a:  " + "é" * 1_000_000, "is longer than 1 MiB"),
     "circle": ("a: ${b}\nb: ${c}\nc: ${a}\n", "it refers to itself"),
     "many mistakes": ("".join(f"a{i}: {{_component_: no.such.thing{i}}}\n" for i in range(400)), "50 mistakes or more"),
     "tagged int": ("a: 1\nb: !!int x", "c.yaml:2: 'x' is no int"),

@@ -450,7 +450,7 @@ def _packed_attention(
     mask = None
     if isinstance(documents, Boundaries):  # the model made the masks, for all layers
         mask = documents.block_masks.get(window)
-    if mask is None:
+    if mask is None:  # of causal attention: the table has flex attention for no other
         mask = document_block_mask(cu_seqlens, len(q_flat), window, cu_keys, len(k_flat))
     heads = [tensor.transpose(0, 1)[None] for tensor in (q_flat, k_flat, v_flat)]  # [1, n or n_kv, b * s, h]
     out = compile_friendly_flex_attention(*heads, mask, softcap=softcap or None, sinks=sinks)
@@ -491,7 +491,10 @@ def _scored_attention(
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, dropout_p: float) -> Tensor:
-    """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``."""
+    """SDPA on ``[b, s, n, h]`` tensors; ``mask`` is bool ``[b, s, t]``.
+
+    ``is_causal`` is False for a single query with several keys: :func:`attention` lets it see all of them.
+    """
     b, s, n, h = q.shape
     n_kv = k.shape[2]
     if q.is_cuda:

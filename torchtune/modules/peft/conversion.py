@@ -427,7 +427,7 @@ class LoRA(Conversion):
         )
 
     def _choose(self, model: nn.Module) -> tuple[dict[str, nn.Module], list[str], list[str]]:
-        """Return the modules that get adapters by path, the paths that peft refuses, and those whose adapter is zero.
+        """Return the modules that get adapters by path, paths that peft refuses, and paths whose adapter stays zero.
 
         Raises:
             ConversionError, ModelError: see :meth:`convert`.
@@ -448,6 +448,7 @@ class LoRA(Conversion):
                     f"LoRA: peft takes '{parameters[0]}' for experts by its name, and cannot read magnitudes of them: "
                     "leave it out (apply_to_mlp or apply_lora_to_mlp: False), or set use_dora to False."
                 )
+        # Files that fuse q, k and v have one adapter for all three: those that were not chosen get one that stays zero.
         fused = spec.fused_with(chosen, model.description)
         for path in fused:
             chosen[path] = model.get_submodule(path)

@@ -64,7 +64,11 @@ class ShardGrid:
         return math.prod(shape)
 
     def stack(self, shard: Tensor, parameter: Tensor, max_length: int) -> Tensor:
-        """Stack the rows of all ranks, each padded to ``max_length``; return the row itself if nothing is sharded."""
+        """Wrap this rank's data as its row of a DTensor with a row for each shard, without communication.
+
+        Rows are padded to ``max_length``, because shards differ in length. So are codes of quantized states stored, for
+        example. If nothing is sharded, the data themselves are returned.
+        """
         if not self.sizes:
             return shard
         if shard.numel() < max_length:
