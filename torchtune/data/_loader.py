@@ -13,6 +13,7 @@ import torch
 from torchtune.data._batch import check_shifted
 from torchtune.data._dataset import as_example_dataset
 from torchtune.data._rows import CROSS_ENTROPY_IGNORE_IDX, DataError
+from torchtune.utils import kept_random_state
 
 Collated = Any  # the return value of collate_fn
 _PREFETCH_EXAMPLES = 64  # number of examples announced to a stream in advance
@@ -370,18 +371,11 @@ class BatchLoader:
 def seeded_generators(*words: int) -> Iterator[None]:
     """Context manager that seeds all host generators with ``words`` and restores their states afterward."""
     seed = int(np.random.SeedSequence(words).generate_state(1)[0])
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which also seeds accelerators
-    try:
+    with kept_random_state():
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # not `torch.manual_seed`, which also seeds accelerators
         yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
 
 
 def _without_labels(example: Any) -> Any:

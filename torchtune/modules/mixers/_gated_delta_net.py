@@ -341,7 +341,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         conv_inputs = (batch_size, self.conv.weight.shape[-1] - 1, sum(self.widths))
         return StateCache(state, conv_inputs, dtype)
 
-    def _mix_documents(
+    def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
         qkv, z, b, a = self._projected(x)

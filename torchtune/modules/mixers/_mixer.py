@@ -113,7 +113,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     The call signature is the same as that of attention. The state is reset where ``input_pos`` is 0: at the start of
     each document in a packed batch, and of the text in left-padded prompts. Subclasses implement ``_new_cache`` and
-    ``_mix``, or ``_mix_documents`` if they read the boundaries of documents.
+    ``_mix``.
 
     Example:
         >>> issubclass(torchtune.modules.mixers.ShortConv, torchtune.modules.mixers.RecurrentMixer)
@@ -153,20 +153,11 @@ class RecurrentMixer(nn.Module, ABC):
         """Number of places between documents that the mixer's convolution needs to compute them all as one row."""
         return 0
 
-    def _mix(self, x: Tensor, reach: Tensor, cache: StateCache | None) -> Tensor:
-        """Mix ``[b, s, d]``.
-
-        Args:
-            x: hidden states ``[b, s, d]``.
-            reach: ``[b, s]``, number of earlier positions in the same document.
-            cache: cache with earlier positions, or None.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither _mix nor _mix_documents: implement _mix.")
-
-    def _mix_documents(
+    @abstractmethod
+    def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
-        """Mix as :meth:`_mix` does; mixers that read the boundaries of documents override it.
+        """Mix ``[b, s, d]``.
 
         Args:
             x: hidden states ``[b, s, d]``.
@@ -174,7 +165,6 @@ class RecurrentMixer(nn.Module, ABC):
             cache: cache with earlier positions, or None.
             documents: boundaries of the same documents; None: only ``reach`` has them.
         """
-        return self._mix(x, reach, cache)
 
     @abstractmethod
     def _new_cache(self, batch_size: int, dtype: torch.dtype) -> StateCache:
@@ -218,7 +208,7 @@ class RecurrentMixer(nn.Module, ABC):
             input_pos = torch.arange(x.shape[1], device=x.device)
         positions = self.share.own_positions(input_pos.view(-1, input_pos.shape[-1]))
         reach = positions.expand(x.shape[0], -1)
-        return self._mix_documents(x, reach, self.kv_cache if self.cache_enabled else None, documents)
+        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None, documents)
 
 
 def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: str) -> str | None:

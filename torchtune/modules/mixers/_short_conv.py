@@ -258,7 +258,7 @@ class ShortConv(RecurrentMixer):
         channels, _, taps = self.conv.weight.shape
         return StateCache((0,), (batch_size, taps - 1, channels), dtype)
 
-    def _mix_documents(
+    def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
         b, c, inner = self.in_proj(x).chunk(3, dim=-1)
