@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError, Message
-from torchtune.datasets._file_rows import location_of
+from torchtune.datasets._data_files import location_of
 from torchtune.datasets._row_formats import format_of
 from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
 
@@ -22,18 +22,20 @@ class BadRows:
         source: name of the source, for messages.
         rows: the rows.
         skips: skip rows instead of raising, however many there are.
-        way_out: the setting that skips such rows, for messages.
+        skip_setting: the setting that skips such rows, for messages.
         formats: kinds of rows (``RowFormat``) that the dataset reads; empty if it may read any.
 
     Attributes:
         reasons: (row, reason) of each row.
     """
 
-    def __init__(self, source: str, rows: Any, *, skips: bool, way_out: str, formats: Collection[str] = ()) -> None:
+    def __init__(
+        self, source: str, rows: Any, *, skips: bool, skip_setting: str, formats: Collection[str] = ()
+    ) -> None:
         self._source = source
         self._rows = rows
         self._skips = skips
-        self._way_out = way_out
+        self._skip_setting = skip_setting
         self._formats = formats
         self.reasons: list[tuple[int, str]] = []
 
@@ -56,7 +58,7 @@ class BadRows:
             remarks += " (looked no further)"
         raise DataError(
             f"{self._source} has rows that cannot be trained on, counted from 0: {_by_reason(self.reasons)}{remarks}; "
-            f"{self._advise_dataset()}correct them or leave them out with {self._way_out}."
+            f"{self._advise_dataset()}correct them or leave them out with {self._skip_setting}."
         )
 
     def _advise_dataset(self) -> str:

@@ -202,7 +202,7 @@ def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train")
 
 def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[Any]:
     """Yield the rows that a dataset would load; images stay encoded, and lines of files undecoded."""
-    from torchtune.datasets._file_rows import unparsed
+    from torchtune.datasets._data_files import unparsed
     from torchtune.datasets._row_source import load_rows, without_added_nulls
 
     rows = load_rows(str(path), split=split, **settings)

@@ -103,11 +103,11 @@ def _wait_for_result(start: int, worker: "Worker", ticket: int) -> Any:
 
 def _start_workers(work: Callable[[int], Any]) -> list["Worker"]:
     """Start workers; return none, with a warning, if the system cannot start processes."""
-    way_out = "free some, or use fewer processes (tune data prepare --workers 1)"
+    advice = "free some, or use fewer processes (tune data prepare --workers 1)"
     pool: list[Worker] = []
     try:
         for _ in range(processes()):
-            pool.append(Worker(work, "prepares rows", way_out))
+            pool.append(Worker(work, "prepares rows", advice))
     except OSError as error:
         for worker in pool:
             worker.end()
@@ -131,15 +131,15 @@ class Worker:
     Args:
         work: the function; its arguments and results are pickled.
         name: task of the process for messages, for example ``"tokenizes rows.jsonl"``.
-        way_out: advice in the message if the process was killed.
+        advice: advice in the message if the process was killed.
 
     Attributes:
         end: function that ends the process.
     """
 
-    def __init__(self, work: Callable[..., Any], name: str, way_out: str) -> None:
+    def __init__(self, work: Callable[..., Any], name: str, advice: str) -> None:
         context = multiprocessing.get_context("fork")
-        self._killed_message = f"The process that {name} was killed, most likely because memory ran out: {way_out}."
+        self._killed_message = f"The process that {name} was killed, most likely because memory ran out: {advice}."
         self._owner = os.getpid()
         self._calls = context.Queue()
         self._calls.cancel_join_thread()  # drop unread calls at exit

@@ -67,10 +67,13 @@ class PromptDataset(TokenizedDataset):
             row_source,
             Tokenize(self._samples, ["rows"], tokenizer),
             {"dataset": type(self), "column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer},
-            way_out="filter_fn",
+            skip_setting="filter_fn",
         )
-        super().__init__(row_source, rows, way_out="filter_fn", are_prompts=True)
-        self.num_images = sum(note["images"][0] for note in rows.notes)
+        super().__init__(row_source, rows, skip_setting="filter_fn", are_prompts=True)
+        self.num_images = 0
+        for note in rows.notes:
+            num_images, _ = note["images"]  # the other one is a checksum of the images
+            self.num_images += num_images
         self._rows = row_source.rows()
 
     def _samples(self, row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:

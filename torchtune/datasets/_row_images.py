@@ -18,7 +18,7 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._file_rows import location_of
+from torchtune.datasets._data_files import location_of
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
 from torchtune.datasets._tokenized import Tokenize

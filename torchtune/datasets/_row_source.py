@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from torchtune.data import DataError
 from torchtune.datasets._data_files import (
+    FileRows,
     file_names,
     is_remote_name,
     is_saved,
@@ -24,7 +25,6 @@ from torchtune.datasets._data_files import (
     rows_of_split,
 )
 from torchtune.datasets._file_formats import LOADERS
-from torchtune.datasets._file_rows import FileRows
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._preview import check_read_in_preview, limit_to_preview
 from torchtune.utils import first_line

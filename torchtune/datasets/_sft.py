@@ -220,7 +220,7 @@ class RowsOnReading:
             DataError: some rows cannot be trained on and are not skipped, or none is left.
         """
         skips = self._source.skips
-        bad = BadRows(self._source.name, self._rows, skips=skips, way_out="on_bad_row=skip")
+        bad = BadRows(self._source.name, self._rows, skips=skips, skip_setting="on_bad_row=skip")
 
         def check(row: Mapping[str, Any]) -> list[int]:
             return check_images(self._transform.messages(row), decode=skips)

@@ -17,9 +17,8 @@ import pyarrow as pa
 
 from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
-from torchtune.datasets._data_files import local_files, plain_files, resolve_source
+from torchtune.datasets._data_files import local_files, matching, plain_files, refuse_shrunk, resolve_source
 from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, packed_by, parsed, unpacking
-from torchtune.datasets._file_rows import matching, refuse_shrunk
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
 from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
@@ -436,9 +435,9 @@ class StreamedDataset(ExampleDataset):
         self._begin(_BEGINNING, seed, shuffle)
         is_large = self._reader.size is None or self._reader.size > _SMALL
         if self._ahead is None and is_large and processes() > 1:
-            way_out = "free some and resume, or start a new run with a smaller shuffle_buffer"
+            advice = "free some and resume, or start a new run with a smaller shuffle_buffer"
             try:
-                self._ahead = Worker(self._tokenized, f"tokenizes {self.source}", way_out)
+                self._ahead = Worker(self._tokenized, f"tokenizes {self.source}", advice)
             except OSError as error:
                 get_logger().warning(
                     f"No process can be started to tokenize {self.source} ahead ({error.strerror}): the training "

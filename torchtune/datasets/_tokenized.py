@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._data_files import unparsed
 from torchtune.datasets._file_formats import Line, parsed
-from torchtune.datasets._file_rows import unparsed
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cached_rows
@@ -275,7 +275,7 @@ def prepare_rows(
     depends_on: Mapping[str, Any],
     *,
     load: Callable[[], Any] | None = None,
-    way_out: str = "on_bad_row=skip",
+    skip_setting: str = "on_bad_row=skip",
     formats: Collection[str] = (),
     is_exact: bool = True,
 ) -> PreparedRows | None:
@@ -286,7 +286,7 @@ def prepare_rows(
         tokenize: tokenizes the rows.
         depends_on: name -> value of everything that determines the token rows, except the source.
         load: loads the rows; by default from the source.
-        way_out: the setting that skips rows that cannot be trained on, for messages.
+        skip_setting: the setting that skips rows that cannot be trained on, for messages.
         formats: formats of rows that the dataset reads, for messages; empty if it may read any.
         is_exact: whether ``depends_on`` is complete, so that other runs can reuse the token rows.
 
@@ -305,7 +305,7 @@ def prepare_rows(
 
     def write(writer: RowWriter) -> bool:
         rows = load()
-        bad = BadRows(source.name, rows, skips=source.skips, way_out=way_out, formats=formats)
+        bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
         numbers = range(len(rows))
         if shard is not None:
             numbers = shard.rows(len(rows))
@@ -369,7 +369,7 @@ class TokenizedDataset(ExampleDataset):
         rows: the token rows; None if rows are transformed when they are read.
         names: names of the stores.
         limit: maximum row length in tokens that the tokenizer truncates to, to report truncated rows.
-        way_out: the setting that skips rows that cannot be trained on, for messages.
+        skip_setting: the setting that skips rows that cannot be trained on, for messages.
         are_prompts: whether rows are prompts, which are never truncated.
         are_divided: whether packs divide long rows, so that they need not fit the model.
         are_only_tokens: whether rows are tokens and labels alone, so that rows with equal ones are duplicates.
@@ -389,7 +389,7 @@ class TokenizedDataset(ExampleDataset):
         *,
         names: Sequence[str] = ("rows",),
         limit: int | None = None,
-        way_out: str = "on_bad_row=skip",
+        skip_setting: str = "on_bad_row=skip",
         are_prompts: bool = False,
         are_divided: bool = False,
         are_only_tokens: bool = False,
@@ -402,7 +402,7 @@ class TokenizedDataset(ExampleDataset):
         self.source = source.name
         self.stores: dict[str, TokenStore] = {}
         self._limit = limit
-        self._way_out = way_out
+        self._skip_setting = skip_setting
         self._are_prompts = are_prompts
         self._are_divided = are_divided
         if rows is None:  # rows are transformed when they are read: the subclass finds out their numbers
@@ -458,7 +458,7 @@ class TokenizedDataset(ExampleDataset):
         # A row of the source may be several samples: those that fit are kept.
         long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
         if not self._row_source.skips:
-            bad = BadRows(self.source, self._row_source.rows(), skips=False, way_out=self._way_out)
+            bad = BadRows(self.source, self._row_source.rows(), skips=False, skip_setting=self._skip_setting)
             for row, reason in long_rows:
                 bad.add(row, reason)
             bad.check()

@@ -22,8 +22,8 @@ from torchtune.datasets import (
     read_rows,
     scan,
 )
+from torchtune.datasets._data_files import FileRows
 from torchtune.datasets._file_formats import JsonLines, Line, parsed
-from torchtune.datasets._file_rows import FileRows
 from torchtune.datasets._streamed import open_reader
 from torchtune.generation import read_prompts
 from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch
@@ -309,6 +309,7 @@ def test_row_locations_name_file_and_line(tmp_path):
         (["a.csv", "b.csv", "c.jsonl"], "c.jsonl"),
         (["train.csv", "more/rows.csv"], "more/rows.csv"),
         (["train.csv", "test.csv", "LICENSE.txt", ".hidden.csv"], None),
+        (["train.csv", ".cache/rows.csv", "__pycache__/rows.jsonl"], None),
     ],
 )
 def test_files_of_a_folder_that_are_left_out_are_named(tmp_path, caplog, names, left_out):
