@@ -579,7 +579,7 @@ def _replace_template(folder: Path, source: str) -> None:
     template_files = [path for path in candidates if path.is_file()]
     for path in template_files:
         path.unlink()
-    if additional.is_dir():
+    if additional.is_dir() and not any(additional.iterdir()):  # it may hold files of the user
         additional.rmdir()
     config_path = folder / "tokenizer_config.json"
     config = {}
