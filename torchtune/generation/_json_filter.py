@@ -360,6 +360,11 @@ class JSONGrammar:
         schema: Any = self._schema
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise GenerationError(f"{path}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
+        if reference != "#" and not reference.startswith("#/"):
+            raise GenerationError(
+                f"{path}/$ref is {json.dumps(reference)[:80]}: it names an anchor, which is not supported: give the "
+                "path from the root, such as #/$defs/name."
+            )
         for part in reference[1:].split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers
             if not isinstance(schema, Mapping) or key not in schema:
