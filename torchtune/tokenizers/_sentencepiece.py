@@ -6,8 +6,6 @@ from copy import copy
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from sentencepiece import SentencePieceProcessor
-
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.tokenizers._chat_layouts import Row, TurnsTokenizer, tokenize_messages_no_special_tokens
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, existing_file
@@ -31,6 +29,8 @@ class SentencePieceBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     """
 
     def __init__(self, path: str) -> None:
+        from sentencepiece import SentencePieceProcessor  # here, because other layouts import this module as well
+
         self.published = PublishedFiles(path)
         file = existing_file(path, "tokenizer file")
         self.spm_model = SentencePieceProcessor()
