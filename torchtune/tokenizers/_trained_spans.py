@@ -337,8 +337,11 @@ class TurnFinder:
             if spans:  # behind the text of another turn, no generation prompt shows where the model goes on
                 start = self._spans[first_text][0]
             # The end-of-turn token may be missing where the assistant continues, in this turn or the next.
-            is_last_run = (first_text, last_text) == text_runs[-1]
-            continues = not is_last_run or self._is_followed_by_assistant(last_text)
+            continues = (first_text, last_text) != text_runs[-1]
+            next_rank = self._rank[last_text] + 1
+            if next_rank < len(self._order):
+                next_turn = self._turn_of_number[self._order[next_rank]]
+                continues = continues or self.messages[next_turn]["role"] == "assistant"
             spans.append((start, self._end(index, start, last_text, continues=continues)))
         if all(start >= end for start, end in spans):
             raise DataError(
@@ -423,7 +426,13 @@ class TurnFinder:
         start -= _common_prefix(reversed_opening, before[::-1])  # the common end of both
         closing = content[last:]
         end += _common_prefix(closing, self.text[end : end + len(closing)])
-        return start, self._stop_after(end) or end
+        # An end-of-turn token after the text belongs to the turn.
+        passage = self.text[end : self._next_text_start(end, None)]
+        following = passage.lstrip()
+        token = self._special.match(following)
+        if token is not None and token[0] in self.stops:
+            end += len(passage) - len(following) + token.end()
+        return start, end
 
     def _not_located(self, index: int) -> DataError:
         """Return the error for a turn whose part of the rendered conversation cannot be told."""
@@ -450,14 +459,6 @@ class TurnFinder:
             else:
                 text_runs.append((number, number))
         return text_runs
-
-    def _is_followed_by_assistant(self, number: int) -> bool:
-        """Return whether the next marked text after text ``number`` belongs to a turn of the assistant."""
-        next_rank = self._rank[number] + 1
-        if next_rank == len(self._order):
-            return False
-        next_turn = self._turn_of_number[self._order[next_rank]]
-        return self.messages[next_turn]["role"] == "assistant"
 
     def _text_before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
@@ -674,9 +675,10 @@ class TurnFinder:
                 last_token = token[0]
         if last_token in self.answer_ends:
             return len(shared)
-        stop_end = self._last_stop(passage, shared)
-        if stop_end is not None:
-            return stop_end
+        stop_ends = [token.end() for token in self._special.finditer(shared) if token[0] in self.stops]
+        for stop_end in reversed(stop_ends):
+            if not self._begins_with_header(passage[stop_end:]):
+                return stop_end
         following = passage[num_shared:].lstrip()
         other_following = other[num_shared:].lstrip()
         next_token = self._special.match(following)
@@ -703,23 +705,6 @@ class TurnFinder:
         """Return whether the assistant continues after a token: its header follows."""
         header = self._header.strip()
         return bool(header) and text.lstrip().startswith(header)
-
-    def _last_stop(self, passage: str, shared: str) -> int | None:
-        """Return the end of the last end-of-turn token in ``shared``, a prefix of ``passage``, that ends the turn."""
-        ends = [token.end() for token in self._special.finditer(shared) if token[0] in self.stops]
-        for end in reversed(ends):
-            if not self._begins_with_header(passage[end:]):
-                return end
-        return None
-
-    def _stop_after(self, position: int) -> int | None:
-        """Return the end of an end-of-turn token at ``position``, after optional white space."""
-        passage = self.text[position : self._next_text_start(position, None)]
-        following = passage.lstrip()
-        token = self._special.match(following)
-        if token is None or token[0] not in self.stops:
-            return None
-        return position + len(passage) - len(following) + token.end()
 
 
 def first_special(text: str, special: Sequence[str]) -> str | None:
