@@ -186,6 +186,12 @@ def tool_options(tokenizer: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
     return {}
 
 
+def chat_template_text(tokenizer: Any) -> str:
+    """Return the sources of a tokenizer's chat templates as one text; empty for a tokenizer without templates."""
+    chat_templates = getattr(tokenizer, "chat_templates", {})  # only tokenizers with templates have it
+    return "".join(template.source for template in chat_templates.values())
+
+
 def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
     """Return ``add_end_tokens``, or the deprecated ``add_eos`` with a warning if it is set."""
     if add_eos is None:
