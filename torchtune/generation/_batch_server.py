@@ -368,15 +368,11 @@ class BatchServer:
             batch.is_failure_known = True
             raise
         host_tokens = step_tokens[:, 0].tolist()
-        batch.ended_indices = self._find_ended(batch.jobs, rows, host_tokens)
-        self._tell_ranks(_Step(host_tokens, batch.ended_indices, None))
-        return step_tokens, step_log_probs
-
-    def _find_ended(self, jobs: Mapping[int, Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
-        """Return the indices of the rows that end with their next tokens, besides those at their limit."""
-        ended_indices = set()
-        for row, token in zip(rows, tokens, strict=True):
-            job = jobs[row.index]
+        ended_indices = set()  # those at their limit are known to all ranks
+        for row, token in zip(rows, host_tokens, strict=True):
+            job = batch.jobs[row.index]
             if token in self._stop or job.is_cancelled or self._failure(job) is not None:
                 ended_indices.add(row.index)
-        return frozenset(ended_indices)
+        batch.ended_indices = frozenset(ended_indices)
+        self._tell_ranks(_Step(host_tokens, batch.ended_indices, None))
+        return step_tokens, step_log_probs

@@ -16,12 +16,11 @@ from torchtune.data import Documents, Images
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompts import images_of_batch
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, process_logits
-from torchtune.generation._static_step import StaticStep
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place, attention_modules
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import TransformerDecoder, is_causal, text_decoder
 from torchtune.training.parallel import any_rank, lowest_of_ranks, reshard
-from torchtune.utils import to_device
+from torchtune.utils import get_logger, log_once, to_device
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -160,6 +159,106 @@ class ModelRanks:
         return tokens
 
 
+class StaticStep:
+    """A step with static shapes, which CUDA replays as one graph.
+
+    It runs one token of every row of a batch; no shape depends on the rows, on their lengths, or on the column.
+
+    All rows of the caches run, rows without a sequence too, and attention masks all columns of the caches. On CUDA the
+    launches of a step are captured once and replayed for every token, until the caches grow. Where they cannot be
+    captured, one line says so, and :attr:`is_usable` becomes False.
+
+    Args:
+        model: the decoder, whose caches have the place ``place``.
+        caches: KV caches of all layers.
+        place: place in all caches; set here.
+        captures: capture a CUDA graph; by default on CUDA.
+    """
+
+    def __init__(
+        self, model: TransformerDecoder, caches: list[KVCache], place: Place, captures: bool | None = None
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._place = place
+        cache = caches[0].k_cache  # [size, n_kv, columns, h]
+        size = cache.shape[0]
+        device = cache.device
+        self._captures = device.type == "cuda" if captures is None else captures
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_columns = 0
+        self.is_usable = True
+        # Inputs and output of the graph, at fixed addresses.
+        self._tokens = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(size, dtype=torch.int64, device=device)  # columns of first tokens
+        self._offsets = torch.zeros(size, dtype=torch.int64, device=device)  # position minus index
+        self._column = torch.zeros(1, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None  # [size, v]
+
+    def set_inputs(self, tokens: Tensor, starts: Tensor, offsets: Tensor, column: int) -> None:
+        """Copy the inputs of a step; the host waits for nothing.
+
+        Args:
+            tokens: last tokens of the rows, int64 ``[m, 1]``.
+            starts: columns of their first tokens, int64 ``[m]``.
+            offsets: positions minus indices of their new tokens, int64 ``[m]``.
+            column: column of the last tokens.
+        """
+        count = len(tokens)
+        self._tokens[:count] = tokens
+        self._starts[:count] = starts
+        self._offsets[:count] = offsets
+        self._column.fill_(column)
+
+    def run(self, count: int) -> Tensor | None:
+        """Return float32 logits ``[m, v]`` of the first ``count`` rows; None if the step cannot be captured."""
+        columns = self._caches[0].k_cache.shape[2]
+        if not self._captures:
+            logits = self.compute()
+        else:
+            if self._graph is None or self._captured_columns != columns:
+                self._capture()
+                self._captured_columns = columns
+            if self._graph is None:
+                return None
+            self._graph.replay()
+            logits = self._logits
+        return logits[:count].clone()  # the next step overwrites them
+
+    def compute(self) -> Tensor:
+        """Run the model on the inputs; returns float32 logits ``[size, v]``."""
+        # Updated in place, because every cache holds this object.
+        self._place.__dict__.update(vars(Place(column=self._column)))
+        columns = torch.arange(self._caches[0].k_cache.shape[2], device=self._column.device)
+        # Rows without a sequence start at column 0: a row that sees no column would be NaN.
+        mask = (columns >= self._starts[:, None]) & (columns <= self._column)  # [size, columns]
+        positions = (self._column - self._starts + self._offsets)[:, None]  # [size, 1]
+        hidden = self._model(self._tokens, input_pos=positions, mask=mask[:, None], output="hidden")  # [size, 1, d]
+        return self._model.output(hidden).float()[:, 0]
+
+    def _capture(self) -> None:
+        """Capture :meth:`compute` as a graph."""
+        self._graph = None
+        self._logits = None
+        try:
+            # What the first run allocates, compiles or copies must not be part of the graph.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._logits = self.compute()
+            self._graph = graph
+        except RuntimeError as error:
+            self.is_usable = False
+            reason = str(error).partition("\n")[0]
+            log_once(
+                get_logger(), f"Decoding launches every kernel by itself: CUDA captures no graph of it ({reason})."
+            )
+
+
 class Batch:
     """Running sequences, aligned at their ends.
 
@@ -262,7 +361,11 @@ class Batch:
             return self._run(tokens, tokens, None, None, Place()), []
         self._fit(0, max(row.limit - row.count for row in self._rows))
         first = min(row.start for row in self._rows)
-        if not self._use_cache or self._invalidates_caches():
+        # On the host, which would wait for positions on the device.
+        positions = [self._end - 1 - row.start + row.offset for row in self._rows]
+        host_positions = torch.tensor(positions, device="cpu")[:, None]  # [m, 1]
+        # Some RoPE scaling changes with the length, and with it the keys of earlier positions.
+        if not self._use_cache or self._model.invalidates_caches(host_positions):
             return self._run_whole(0, first, self._end), list(self._rows)
         if self._is_static:
             logits = self._run_static()
@@ -364,12 +467,6 @@ class Batch:
             if running:
                 drawn.append(([rows[number].index for number in running], tokens, values))
         return drawn
-
-    def _invalidates_caches(self) -> bool:
-        """Return whether the next positions change what the model computes for earlier ones, as some RoPE scaling."""
-        positions = [self._end - 1 - row.start + row.offset for row in self._rows]
-        # On the host, which would wait for those on the device.
-        return self._model.invalidates_caches(torch.tensor(positions, device="cpu")[:, None])
 
     def _newcomers(self) -> list[Request]:
         """Return requests for free rows; none while few rows are free, because a prefill delays the others."""

@@ -403,7 +403,9 @@ class JSONGrammar:
                 raise GenerationError(f"{path}/required has {json.dumps(name)[:40]}: it must be among properties.")
         for name, property_schema in properties.items():
             key = json.dumps(name, ensure_ascii=False)
-            property_node = self._node(property_schema, f"{path}/properties/{_escaped(name)}")
+            # The escapes of JSON pointers, so that no two parts of a schema have one path.
+            escaped = name.replace("~", "~0").replace("/", "~1")
+            property_node = self._node(property_schema, f"{path}/properties/{escaped}")
             node.properties.append((key, name in required, property_node))
         # Without properties, a schema allows any; with properties, only these.
         additional = schema.get("additionalProperties", not properties)
@@ -462,11 +464,6 @@ def _has_type(value: Any, name: str) -> bool:
         return name in ("number", "integer")
     classes = {"object": Mapping, "array": (list, tuple), "string": str, "null": type(None)}
     return name in classes and isinstance(value, classes[name])
-
-
-def _escaped(name: str) -> str:
-    """Return a name as a part of a JSON pointer, so that no two parts of a schema have one path."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _checked(value: Any, kind: type, path: str) -> Any:
