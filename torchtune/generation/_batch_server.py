@@ -215,7 +215,9 @@ class BatchServer:
     ) -> None:
         self.failure: GenerationError | None = None
         self._models = models
-        self._ranks = None if ranks is None or ranks.size == 1 else ranks
+        self._ranks = ranks
+        if ranks is not None and ranks.size == 1:
+            self._ranks = None
         self._stop = frozenset(stop_tokens)
         self._size = max_sequences
         self._max_waiting = max_waiting
@@ -335,7 +337,9 @@ class BatchServer:
         )
         with closing(steps):
             for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
-                for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
+                host_tokens = tokens[:, 0].tolist()
+                host_log_probs = log_probs.tolist()
+                for index, token, log_prob in zip(indices, host_tokens, host_log_probs, strict=True):
                     job = batch.jobs[index]
                     job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
                     batch.counts[index] += 1

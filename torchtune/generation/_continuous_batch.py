@@ -26,8 +26,8 @@ from torchtune.utils import get_logger, log_once, to_device
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Keys and values [n_kv, s, hd] of each KV cache.
 Past = list[tuple[Tensor, Tensor]]
-# Indices of the sequences that had not ended before a step, their next tokens [m, 1], and a tensor [m, ...] of them.
-Drawn = tuple[list[int], Tensor, Tensor]
+# A step: indices of the sequences that had not ended before it, their next tokens [m, 1], and a tensor [m, ...].
+SampledStep = tuple[list[int], Tensor, Tensor]
 
 
 @dataclass
@@ -133,7 +133,7 @@ class ModelRanks:
         """Whether no other rank shares the model."""
         return not self._groups and self._tp is None
 
-    def multiple(self, length: int) -> int:
+    def padded_length(self, length: int) -> int:
         """Return ``length`` rounded up to a multiple of the sequence-parallel size."""
         if self._tp is None:
             return length
@@ -145,13 +145,13 @@ class ModelRanks:
             flag = any_rank(flag, group)
         return flag
 
-    def fewest(self, count: int) -> int:
+    def lowest(self, count: int) -> int:
         """Return the lowest ``count`` of the ranks that must run the same forward passes."""
         for group in self._groups:
             count = lowest_of_ranks(count, group)
         return count
 
-    def agree(self, tokens: Tensor) -> Tensor:
+    def broadcast_samples(self, tokens: Tensor) -> Tensor:
         """Broadcast the samples of the tensor-parallel group's first rank."""
         # The ranks of the group have the same logits, but each its own random generator.
         if self._tp is not None:
@@ -295,7 +295,7 @@ class Batch:
         self._use_cache = use_cache
         self._step = step
         # Prompts of different lengths share a row, except with sequence parallelism, which pads rows.
-        self._packs = ranks.multiple(1) == 1 and _reads_only_keys_and_values(model)
+        self._packs = ranks.padded_length(1) == 1 and _reads_only_keys_and_values(model)
         self._waiting = deque(requests)
         self._added: deque[Request] = deque()
         self._size = size
@@ -425,7 +425,7 @@ class Batch:
             row.count += 1
         self._unread.append((rows, tokens, values))
 
-    def check(self, ends: Callable[[int, int], bool]) -> list[Drawn]:
+    def check(self, ends: Callable[[int, int], bool]) -> list[SampledStep]:
         """Read the tokens since the last check; rows that have ended leave before the next step.
 
         Here the host waits for the device, once.
@@ -465,7 +465,8 @@ class Batch:
                 tokens = tokens.index_select(0, selected)
                 values = values.index_select(0, selected)
             if running:
-                drawn.append(([rows[number].index for number in running], tokens, values))
+                indices = [rows[number].index for number in running]
+                drawn.append((indices, tokens, values))
         return drawn
 
     def _newcomers(self) -> list[Request]:
@@ -567,7 +568,7 @@ class Batch:
         documents = None
         has_padding = any(request_row.start > first for request_row in self._rows[row:])
         # Sequence parallelism pads each row on the right, see _run; the last document of a row includes this padding.
-        right_padding = self._ranks.multiple(end - first) - (end - first)
+        right_padding = self._ranks.padded_length(end - first) - (end - first)
         document_lengths: list[int] = []
         segment_lengths: list[int] = []  # of padding and prompt of each row, as images_of_batch counts tokens
         segment_images: list[Mapping[str, Any]] = []
@@ -620,7 +621,7 @@ class Batch:
         """
         s = x.shape[1]
         is_cached_step = cache_place.first < cache_place.end  # attention reads columns before those of x
-        padding = self._ranks.multiple(s) - s
+        padding = self._ranks.padded_length(s) - s
         if padding:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
             x = F.pad(x, (0, padding))
             input_pos = F.pad(input_pos, (0, padding))
@@ -682,7 +683,7 @@ class Batch:
         first = min((row.start for row in self._rows), default=self._end)
         span = self._end - first
         columns = self._tokens.shape[1]
-        spare = self._ranks.multiple(1)
+        spare = self._ranks.padded_length(1)
         if self._end >= end and self._end + spare <= columns:
             return
         end = max(end, span)
@@ -753,7 +754,7 @@ def decode(
     processors: Callable[[int], Sequence[LogitsProcessor]] | None = None,
     step: Step | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
-) -> Iterator[list[Drawn]]:
+) -> Iterator[list[SampledStep]]:
     """Generate in a continuous batch; the model is restored when the iterator ends, is closed or raises.
 
     Args:
@@ -787,14 +788,17 @@ def decode(
         while True:
             passes = tokens_per_check
             if tokens_per_check > 1:
-                passes = ranks.fewest(min(batch.passes_without_check() or passes, passes))
+                passes_without_check = batch.passes_without_check()
+                if passes_without_check is not None:  # None: this rank runs as many passes as the others
+                    passes = min(passes, passes_without_check)
+                passes = ranks.lowest(passes)
             for _ in range(passes):
                 logits, rows = batch.forward()
                 if rows:
                     if processors is not None:
                         logits = _process(logits, batch, rows, processors)
                     tokens, values = draw(logits, rows)
-                    batch.append(rows, ranks.agree(tokens), values)
+                    batch.append(rows, ranks.broadcast_samples(tokens), values)
             drawn = batch.check(ends)
             if drawn:
                 yield drawn

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from torchtune.data import DataError
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, read_json, read_text
-from torchtune.tokenizers._protocols import BaseTokenizer, check_text
+from torchtune.tokenizers._protocols import BaseTokenizer, any_text_pattern, check_text
 
 _MAX_CACHED_LENGTH = 100  # characters; longer words rarely repeat
 _MAX_CACHED_WORDS = 1 << 17
@@ -113,11 +113,19 @@ class WordEncoder:
             return
         self._ids_of_word = _WordCache(self._tokenize_word)
         self._special_ids = {token.content: token_id for token_id, token in added.items()}
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special = re.compile(f"({any_text_pattern(self._special_ids)})")
         self._agreeing_characters: set[str] = set()
         self._differing_characters: set[str] = set()
-        self.is_used = self._agrees_on_ascii()
+        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say.
+        draw = random.Random(0)
+        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
+        for _ in range(80):
+            text = "".join(draw.choices(parts, k=24))
+            tokens_and_mask = self.encode(text, [])
+            expected_ids = tokenizer.encode(text, add_special_tokens=False).ids
+            if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
+                self.is_used = False
+                return
 
     @staticmethod
     def _read_settings(tokenizer: Tokenizer) -> tuple[str | None, bool]:
@@ -221,21 +229,9 @@ class WordEncoder:
                 words_and_spans = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
             except UnicodeEncodeError:  # lone surrogate
                 return False
+            expected_spans = [span for _, span in words_and_spans]
             edges = _cumulative_lengths(self._words.findall(text))
-            covers_text = edges[-1] == len(text)
-            if not covers_text or [span for _, span in words_and_spans] != list(pairwise(edges)):
-                return False
-        return True
-
-    def _agrees_on_ascii(self) -> bool:
-        """Compare the ids with the tokenizer's on random ASCII texts."""
-        draw = random.Random(0)
-        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
-        for _ in range(80):
-            text = "".join(draw.choices(parts, k=24))
-            tokens_and_mask = self.encode(text, [])
-            expected_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
+            if edges[-1] != len(text) or list(pairwise(edges)) != expected_spans:
                 return False
         return True
 
@@ -290,9 +286,7 @@ class ByteLevelBPE:
         self._word_encoder = WordEncoder(self.tokenizer)
         self.special_tokens = dict(special_tokens)
         self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
-        # A regular expression takes the first alternative that matches, so that <|im| must not come before <|im_end|>.
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special = re.compile(f"({any_text_pattern(self.special_tokens)})")
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
 
     def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:

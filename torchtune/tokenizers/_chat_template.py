@@ -216,23 +216,19 @@ class ChatTemplate:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
         except _TEMPLATE_FAILURES as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
-        return _split_generation_blocks(text)
-
-
-def _split_generation_blocks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Remove the delimiters of generation blocks; return the text and (start, end) of each block."""
-    if _GENERATION_START not in text:
-        return text, []
-    spans: list[tuple[int, int]] = []
-    pieces: list[str] = []
-    length = 0
-    for piece in text.split(_GENERATION_START):
-        inside, delimiter, outside = piece.partition(_GENERATION_END)
-        if delimiter:
-            spans.append((length, length + len(inside)))
-        pieces += [inside, outside]
-        length += len(inside) + len(outside)
-    return "".join(pieces), spans
+        if _GENERATION_START not in text:
+            return text, []
+        # Remove the delimiters of the generation blocks; where each block lies is known only now.
+        spans: list[tuple[int, int]] = []
+        pieces: list[str] = []
+        length = 0
+        for piece in text.split(_GENERATION_START):
+            inside, delimiter, outside = piece.partition(_GENERATION_END)
+            if delimiter:
+                spans.append((length, length + len(inside)))
+            pieces += [inside, outside]
+            length += len(inside) + len(outside)
+        return "".join(pieces), spans
 
 
 # Limits of one rendering. The largest conversations have some ten million characters and render in about a second.

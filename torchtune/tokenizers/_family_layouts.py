@@ -20,7 +20,7 @@ from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
 from torchtune.tokenizers._chat_layouts import Part, Row, TurnsTokenizer, required_ids
 from torchtune.tokenizers._control_tokens import ControlTokens
 from torchtune.tokenizers._files import PublishedFiles
-from torchtune.tokenizers._protocols import end_tokens, text_only
+from torchtune.tokenizers._protocols import adds_end_tokens, text_only
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
 from torchtune.tokenizers._tiktoken import CL100K_PATTERN, TekkenTokenizer, TikTokenBaseTokenizer
 
@@ -454,18 +454,20 @@ class InstTurnsTokenizer(TurnsTokenizer):
         Raises:
             DataError: the layout does not support the content.
         """
-        return self._row(as_messages(messages), end_tokens(add_end_tokens, add_eos), tools=read_tools(tools))
+        return self._row(as_messages(messages), adds_end_tokens(add_end_tokens, add_eos), tools=read_tools(tools))
 
     def _parts(self, messages: list[Message], closed: bool, tools: Sequence[Any] | None = None) -> Iterator[Part]:
         mentions_tools = bool(tools)
-        for message in messages:
+        last_user = -1
+        for i, message in enumerate(messages):
+            if message.role == "user":
+                last_user = i
             if message.contains_media:
                 raise DataError("The layout of [INST] takes text only, but a turn holds an image.")
             if message.role in ("tool", "ipython") or message.ipython or message.extra.get("tool_calls"):
                 mentions_tools = True
         if mentions_tools and self.version > 7:
             raise DataError(f"Tools have no layout here in version {self.version}: {_OWN_TEMPLATE}.")
-        last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
         # Before version 7 there are no tokens for a system prompt: it begins the last user turn. Tools are declared
         # before that turn in all versions that have them, so that they stand close to the answer.
         system = "".join(f"{message.text_content}\n\n" for message in messages if message.role == "system")

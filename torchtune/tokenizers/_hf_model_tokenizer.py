@@ -9,7 +9,6 @@ from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -30,7 +29,7 @@ from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
 from torchtune.tokenizers._protocols import (
     MessageTransform,
     ModelTokenizer,
-    end_tokens,
+    adds_end_tokens,
     messages_of,
     row_of,
 )
@@ -40,6 +39,7 @@ from torchtune.tokenizers._trained_spans import (
     Span,
     Turn,
     TurnFinder,
+    common_prefix,
     first_special,
     learn_stops,
     subtract_span,
@@ -150,7 +150,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if "default" in self.chat_templates:
             template = self.chat_templates["default"]
 
-            def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            def render(turns: Sequence[Turn], add_generation_prompt: bool) -> str:
                 text, _ = template.render(turns, add_generation_prompt=add_generation_prompt)
                 return text
 
@@ -225,7 +225,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: there is no template, it raises an error, or a turn cannot be located in its text.
         """
-        tokens, mask = self._tokenized(messages, end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
+        tokens, mask = self._tokenized(messages, adds_end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
         return tokens.tolist(), list(map(bool, mask))
 
     def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,11 +324,11 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             return {"role": turn["role"], "content": self._control_tokens.hide(turn["content"])}
         return self._control_tokens.hide(turn)
 
-    def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
+    def _open_text(self, turns: list[Turn], tools: Sequence[Any] | None) -> str:
         """Render the conversation up to the point where the model continues."""
-        begun = ""
+        answer_start = ""
         if turns[-1]["role"] == "assistant":
-            begun = turns[-1]["content"]
+            answer_start = turns[-1]["content"]
             turns = turns[:-1]
         template = self._template(tools)
         text, _ = template.render(turns, add_generation_prompt=True, tools=tools)
@@ -343,10 +343,10 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             finder = self._finder(template, text, turns, tools)
             self._omitted.add(finder.omitted(_omissible(template, turns)))
         self._omitted.add(_omitted_tools(tools, text))
-        return text + begun
+        return text + answer_start
 
     def _finished_text(
-        self, turns: list[dict[str, Any]], masked: list[bool], tools: Sequence[Any] | None
+        self, turns: list[Turn], masked: list[bool], tools: Sequence[Any] | None
     ) -> tuple[str, list[Span]]:
         """Render a finished conversation; return its text and the spans that are trained on."""
         template = self._template(tools)
@@ -368,7 +368,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self,
         index: int,
         messages: Sequence[Message],
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         tools: Sequence[Any] | None,
         spans: list[Span],
     ) -> list[Span]:
@@ -390,7 +390,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 f"turn {index} has parts with train: false, but the chat template does not write its text once and "
                 "unchanged, so that they cannot be located: take the whole turn out of training"
             )
-        position = text.index(written, first, end) - (len(content) - len(content.lstrip()))
+        num_stripped = len(content) - len(content.lstrip())
+        position = text.index(written, first, end) - num_stripped
         for part, part_text in zip(messages[index].content, texts, strict=True):
             part_end = position + len(part_text)
             if part.get("train") is False:
@@ -398,16 +399,14 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             position = part_end
         return spans
 
-    def _find_spans_without_tools(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
+    def _find_spans_without_tools(self, turns: list[Turn], masked: list[bool]) -> tuple[str, list[Span]]:
         """Return the result of :meth:`_finished_text` without tools, for :class:`LayoutCache`."""
         template = self._template(None)
         text, generated = template.render(turns)
         finder = self._finder(template, text, turns, None)
         return text, self._find_spans(finder, generated, masked, marks_generation=template.marks_generation)
 
-    def _finder(
-        self, template: ChatTemplate, text: str, turns: list[dict[str, Any]], tools: Sequence[Any] | None
-    ) -> TurnFinder:
+    def _finder(self, template: ChatTemplate, text: str, turns: list[Turn], tools: Sequence[Any] | None) -> TurnFinder:
         return TurnFinder(
             lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
             turns,
@@ -477,7 +476,10 @@ class _Block(NamedTuple):
 
 def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
     """Return the assistant turns with reasoning before a later user turn; templates strip their reasoning."""
-    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    last_user = 0
+    for i, turn in enumerate(turns):
+        if turn["role"] == "user":
+            last_user = i
     indices = []
     for i, turn in enumerate(turns[:last_user]):
         if turn["role"] != "assistant":
@@ -534,8 +536,7 @@ class KeptReasoning:
                 replaced += tail.removesuffix(tail_without_mark)
 
         # Only the text behind the first difference is replaced: it is what the reasoning changes.
-        same_characters = takewhile(lambda pair: pair[0] == pair[1], zip(stripped, written, strict=False))
-        num_same = sum(1 for _ in same_characters)
+        num_same = common_prefix(stripped, written)
         # Where the model's output begins, relative to the mark: the template may write a part of it for the prompt.
         prompt = render(before, True)
         output_start = None
@@ -608,7 +609,7 @@ class OmittedTexts:
         return kinds
 
 
-def _omissible(template: ChatTemplate, turns: Sequence[Mapping[str, Any]]) -> set[int]:
+def _omissible(template: ChatTemplate, turns: Sequence[Turn]) -> set[int]:
     """Return the turns whose reasoning is omitted because a user turn follows; see ``reasoning``."""
     return {index for index in earlier_reasoning(turns) if template.writes_reasoning(turns[index])}
 
@@ -644,11 +645,11 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         return turn
     if "tool_calls" in turn:  # of a message that was not made from a row
         turn["tool_calls"] = read_tool_calls(turn["tool_calls"] or [])
-    reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name) is not None), None)
-    if reasoning is None:
-        return turn
-    # Templates read the first or the second field, so both are set.
-    return {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}
+    for name in REASONING_FIELDS:
+        if turn.get(name) is not None:
+            # Templates read the first or the second field, so both are set.
+            return {**dict.fromkeys(REASONING_FIELDS[:2], turn[name]), **turn}
+    return turn
 
 
 def hf_tokenizer(
