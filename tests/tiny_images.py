@@ -327,7 +327,9 @@ def gemma(patches: torch.Tensor, grids: Any, merge: int, centered: bool) -> tupl
     """Patches and their positions, padded to as many."""
     from torchtune.modules.vision_transformer import patch_places
 
-    counts = [rows * columns for frames, rows, columns in grids for _ in range(frames)]
+    counts = []  # patches of each frame
+    for frames, rows, columns in grids:
+        counts += [rows * columns] * frames
     pixels = torch.zeros(len(counts), max(counts) + 18, patches.shape[1], device=patches.device)
     places = torch.full((len(counts), max(counts) + 18, 2), -1, device=patches.device)
     parts = zip(patches.split(counts), patch_places(grids, merge)[:2].split(counts, 1), strict=True)

@@ -136,7 +136,10 @@ def logits_of_transformers(
     b, per_row = encoder_input["images"].shape[:2]
     ratios = encoder_input["aspect_ratio"]
     numbered_ratios = [[0, 0], *vision.config.supported_aspect_ratios]
-    ids = torch.tensor([[numbered_ratios.index(ratio) for ratio in row] for row in ratios.tolist()])
+    id_rows = []
+    for row in ratios.tolist():
+        id_rows.append([numbered_ratios.index(ratio) for ratio in row])
+    ids = torch.tensor(id_rows)
     tiles = torch.arange(TILES) < ratios.prod(-1, keepdim=True).clamp(min=1)
     blind = ~mask.any(-1, keepdim=True)
 
@@ -169,7 +172,8 @@ class Rows(torch.utils.data.Dataset):
     """
 
     def __init__(self, tokenizer: Any = None, count: int = 6, with_images: bool = True) -> None:
-        self.count, self.with_images = count, with_images
+        self.count = count
+        self.with_images = with_images
 
     def __len__(self) -> int:
         return self.count

@@ -56,7 +56,11 @@ def test_flops_of_a_llama_are_those_of_the_formula(bench):
     case = bench.CASES["llama-8b-lora"].shrunk()
     model = build_ours(case, True, torch.device("meta"))
     batch = draw_step(case, 512, 0)
-    d, ffn, q, kv, layers = 64, 128, 64, 32, 4
+    d = 64
+    ffn = 128
+    q = 64
+    kv = 32
+    layers = 4
     shapes = [(d, q), (d, kv), (d, kv), (q, d), (d, ffn), (d, ffn), (ffn, d)]
     tokens = 256
     labels = tokens - len(batch.documents.lengths)

@@ -39,7 +39,9 @@ CHEAP = """if True:
 
 
 def test_slices_resume_after_a_kill(tmp_path):
-    results, state, slow = tmp_path / "results", tmp_path / "state", tmp_path / "slow"
+    results = tmp_path / "results"
+    state = tmp_path / "state"
+    slow = tmp_path / "slow"
     code = CHEAP.format(folder=str(ROOT / "benchmarks"), slow=str(slow))
     command = [sys.executable, "-c", code, "--results", str(results), "--state", str(state)]
 
@@ -196,7 +198,8 @@ def test_cases_need_only_the_packages_that_are_named(driver):
 
 
 def test_missing_packages_are_installed_from_wheels(driver, tmp_path, monkeypatch, capsys):
-    wheels, state = tmp_path / "wheels", tmp_path / "state"
+    wheels = tmp_path / "wheels"
+    state = tmp_path / "state"
     wheels.mkdir()
     with pytest.raises(SystemExit, match=r"there is no wheel \(\*.whl\)"):
         driver.install(wheels, state)

@@ -53,7 +53,8 @@ def example(row: Row, folder: Path) -> str:
     from transformers import PreTrainedTokenizerFast
 
     row.write(folder, row.case)
-    tokenizer, hf_tokenizer = row.ours(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = row.ours(folder)
+    hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokens, mask = tokenizer.tokenize_messages(conversation(row))
     text = ""
     start = 0

@@ -80,7 +80,8 @@ def write_workspace(folder, family):
     """What Kubeflow's initializers leave in /workspace: a model, and a dataset with its card."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    model, data = folder / "model", folder / "dataset" / "data"
+    model = folder / "model"
+    data = folder / "dataset" / "data"
     (model / "original").mkdir(parents=True)
     data.mkdir(parents=True)
     rows = {"input": ["red", "green", "blue", "cat"] * 3, "output": ["one", "two", "three", "dog"] * 3}
@@ -228,11 +229,13 @@ def test_image_is_built_from_files_of_the_repository_for_a_user_who_is_not_root(
     for name in MODELS:
         assert f"runAsUser: {user}\n" in (KUBEFLOW / f"{name}.yaml").read_text()
     copies = [argument.split() for word, argument in instructions if word == "COPY"]
-    sources = [words[:-1] for words in copies if not words[0].startswith("--from")]
     root = LAUNCH.parents[1]
-    assert all((root / source).exists() for words in sources for source in words)
+    copied = []
+    for *sources, _ in copies:
+        if not sources[0].startswith("--from"):
+            copied += sources
+    assert all((root / source).exists() for source in copied)
     # The first stage has what tests/test_repository.py builds the wheel from, and nothing else.
-    copied = [source for words in sources for source in words]
     assert sorted(copied) == ["LICENSE", "README.md", "constraints.txt", "pyproject.toml", "recipes", "torchtune"]
     # The stages hand over the wheel where it was put; the command in the head names this file.
     wheels = re.search(r"pip wheel .*--wheel-dir (\S+)", text)[1]

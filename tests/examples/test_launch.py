@@ -97,7 +97,8 @@ def test_kubeflow_trainer_sets_ranks_by_its_environment(monkeypatch):
 
 def test_kubeflow_operator_job_is_elastic(monkeypatch):
     spec = manifest("pytorchjob.yaml")["spec"]
-    worker, policy = spec["pytorchReplicaSpecs"]["Worker"], spec["elasticPolicy"]
+    worker = spec["pytorchReplicaSpecs"]["Worker"]
+    policy = spec["elasticPolicy"]
     assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
     (container,) = worker["template"]["spec"]["containers"]
     assert container["name"] == "pytorch", "the operator looks for a container of this name"

@@ -19,8 +19,11 @@ def maker():
 
 
 def rows(name):
-    lines = (FOLDER / "data" / name).read_text().splitlines()
-    return [{message["role"]: message["content"] for message in json.loads(line)["messages"]} for line in lines]
+    turns_of_rows = []
+    for line in (FOLDER / "data" / name).read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        turns_of_rows.append({message["role"]: message["content"] for message in messages})
+    return turns_of_rows
 
 
 def test_the_committed_files_are_what_the_script_makes(maker):
@@ -55,7 +58,8 @@ def test_no_sentence_pattern_is_on_both_sides(maker):
 
 def test_every_answer_has_the_facts_of_its_sentence(maker):
     for row in rows("train.jsonl") + rows("held_out.jsonl"):
-        answer, sentence = json.loads(row["assistant"]), row["user"]
+        answer = json.loads(row["assistant"])
+        sentence = row["user"]
         assert list(answer) == ["name", "count", "city", "day"]
         assert row["assistant"] == json.dumps(answer, separators=(",", ":"))
         days = [short for day, short in maker.DAYS.items() if day in sentence]

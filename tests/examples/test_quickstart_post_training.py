@@ -95,10 +95,11 @@ def test_example_resumes_after_a_kill(name, watched, examples, tmp_path, monkeyp
         run(example.main, tmp_path / "killed", monkeypatch)
     killed = run(example.main, tmp_path / "killed", monkeypatch)
     metrics = ("grad_norm", *(f"{prefix}rewards/{watched}" for prefix in ("", "val_")))
-    runs = [RunFolder(folder / name) for folder in (uninterrupted, killed)]
-    logs = [{metric: run.curve(metric) for metric in metrics} for run in runs]
-    assert logs[0] == logs[1]
-    assert [len(logs[0][metric]) for metric in metrics] == [3, 3, 1]
+    full_run = RunFolder(uninterrupted / name)
+    continued_run = RunFolder(killed / name)
+    for metric, length in zip(metrics, [3, 3, 1], strict=True):
+        assert full_run.curve(metric) == continued_run.curve(metric)
+        assert len(full_run.curve(metric)) == length
     files = [(folder / name / "epoch_0" / "model.safetensors").read_bytes() for folder in (uninterrupted, killed)]
     assert files[0] == files[1]
     assert files[0] != (uninterrupted / "SmolLM2-135M-Instruct" / "model.safetensors").read_bytes()

@@ -41,7 +41,9 @@ class FaultyLoss(LinearCrossEntropyLoss):
     ) -> None:
         super().__init__(**kwargs)
         self.here = int(os.environ.get("RANK", "0")) == rank
-        self.nan, self.inf, self.spike = nan or [], inf or [], spike or []
+        self.nan = nan or []
+        self.inf = inf or []
+        self.spike = spike or []
         self.calls = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -150,7 +150,10 @@ def import_rooms() -> None:
 def shorten_reports() -> None:
     """Measure fewer rows and shorter answers for a run's report, which takes a third of a run of few steps."""
     probe = importlib.import_module("torchtune.reports._before_and_after")
-    probe._FEWEST_ROWS, probe._MOST_ROWS, probe._MOST_PROMPTS, probe._MOST_NEW_TOKENS = 2, 2, 1, 2
+    probe._FEWEST_ROWS = 2
+    probe._MOST_ROWS = 2
+    probe._MOST_PROMPTS = 1
+    probe._MOST_NEW_TOKENS = 2
 
 
 def serve(jobs: Connection) -> None:

@@ -121,7 +121,8 @@ class Forker:
         output_dir = Path(settings.pop("output_dir", folder / f"ranks_{len(list(folder.glob('ranks_*')))}"))
         config = write_config(name, folder, output_dir, **settings)
         self.start(recipe or name, config, ranks=ranks)
-        codes, text = self.wait(), config.with_suffix(".out").read_text()
+        codes = self.wait()
+        text = config.with_suffix(".out").read_text()
         assert codes == [0] * ranks, text[-4000:]
         return Run(None, output_dir, text)
 
@@ -193,7 +194,9 @@ def after(extra: int, seen: list[int], output: Path) -> bool:
 
 def moment(kind: str, rng: random.Random) -> Condition:
     """A condition on the output folder that holds when a life is to end."""
-    extra, delay, seen = rng.randint(2, 6), rng.uniform(0, 0.03), []
+    extra = rng.randint(2, 6)
+    delay = rng.uniform(0, 0.03)
+    seen = []
 
     def after_steps(output: Path) -> bool:
         return after(extra, seen, output)
@@ -229,14 +232,18 @@ def kill_and_resume(
     Returns:
         how many lives ended how.
     """
-    rng, ended = random.Random(seed), Counter[str]()
+    rng = random.Random(seed)
+    ended = Counter[str]()
     for run in itertools.count():
         output_dir = folder / f"killed_{seed}_{run}"
         config = write_config(name, folder, output_dir, **{**SETTINGS, **settings})
         while not (output_dir / f"step_{max(expected)}").exists():
-            life, before = ended.total(), steps_logged(output_dir)
+            life = ended.total()
+            before = steps_logged(output_dir)
             saved = [int(path.parent.name.split("_")[1]) for path in output_dir.glob("step_*/.complete")]
-            kind, behind, together = MOMENTS[life % len(MOMENTS)], life // 2 % 2 == 1, rng.random() < 0.5
+            kind = MOMENTS[life % len(MOMENTS)]
+            behind = life // 2 % 2 == 1
+            together = rng.random() < 0.5
             # Later lives go on by themselves, as the workers of an agent of torchrun that starts them again.
             environment = {"TORCHELASTIC_RESTART_COUNT": str(life)}
             pids = forker.start(name, config, f"enable_async_checkpointing={behind}", ranks=2, **environment)

@@ -22,10 +22,12 @@ class Notes:
     """Replies with how much was noted so far, and rewards it."""
 
     def __init__(self, pause: float = 0.0) -> None:
-        self.pause, self.notes = pause, []
+        self.pause = pause
+        self.notes = []
 
     def reset(self, seed: int, start: str = "nothing") -> str:
-        self.notes, self.seed = [start], seed
+        self.notes = [start]
+        self.seed = seed
         return f" Begin with {start}."
 
     def note(self, text: str) -> str:

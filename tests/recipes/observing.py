@@ -58,7 +58,8 @@ class PlainTokenizer:
     """Encodes and decodes, and has no ``stop_tokens``; with ``rank``, decoding fails on that rank only."""
 
     def __init__(self, path: str, max_seq_len: int | None = None, rank: int | None = None) -> None:
-        self._tokenizer, self.max_seq_len = hf_tokenizer(path, max_seq_len=max_seq_len), max_seq_len
+        self._tokenizer = hf_tokenizer(path, max_seq_len=max_seq_len)
+        self.max_seq_len = max_seq_len
         self._rank = rank
         self.vocab_size = self._tokenizer.vocab_size
         if rank is not None:

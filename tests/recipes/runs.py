@@ -59,7 +59,8 @@ def load_recipe(name: str, folder: Path, changes: dict[str, str] | None = None) 
 
 def write_config(name: str, folder: Path, output_dir: Path, **settings: Any) -> Path:
     """Write the YAML of a short run of ``name`` on the tiny checkpoint and data in ``folder``."""
-    checkpoint, data = folder / "checkpoint", folder / "data.jsonl"
+    checkpoint = folder / "checkpoint"
+    data = folder / "data.jsonl"
     if not checkpoint.exists():
         write_checkpoint(checkpoint)
         write_conversations(data)
@@ -254,7 +255,8 @@ def start(
 
 def run_main(name: str, folder: Path, changes: dict[str, str] | None = None, **settings: Any) -> tuple[int, Path]:
     """Run a recipe by its ``recipe_main``; returns its exit code and where it wrote."""
-    module, output_dir = load_recipe(name, folder, changes), folder / f"run_{next(_count)}"
+    module = load_recipe(name, folder, changes)
+    output_dir = folder / f"run_{next(_count)}"
     config = write_config(name, folder, output_dir, **settings)
     return module.recipe_main(load_and_check(config, [], module.recipe_main)), output_dir
 

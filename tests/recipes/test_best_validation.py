@@ -33,7 +33,8 @@ def test_a_run_is_judged_by_the_weights_that_are_used(name, tmp_path, caplog):
     code, output_dir = run_main(name, tmp_path, **SETTINGS, keep_best="val_loss", log_level="INFO")
     assert code == 0
     run = RunFolder(output_dir)
-    best, after = run.best, run.measured("after")
+    best = run.best
+    after = run.measured("after")
     assert best["step"] < 12
     assert after["best"] == best
     assert after["on"] == "dataset_val"
@@ -54,7 +55,8 @@ def test_a_run_is_judged_by_the_weights_that_are_used(name, tmp_path, caplog):
 def test_two_ranks_measure_the_best_checkpoint_together(tmp_path, forker):
     settings = SETTINGS | {"keep_best": "val_loss", "batch_size": 1, "log_level": "INFO"}
     run = forker.run_on_two("full_finetune_distributed", tmp_path, **settings)
-    best, after = RunFolder(run.output_dir).best, RunFolder(run.output_dir).measured("after")
+    best = RunFolder(run.output_dir).best
+    after = RunFolder(run.output_dir).measured("after")
     assert after["best"] == best
     assert fmean(after["values"].values()) < validated_last(run.output_dir) * 0.9
     assert "failed" not in run.said

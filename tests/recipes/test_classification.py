@@ -18,7 +18,10 @@ from torchtune.training import ClassificationError
 from torchtune.utils import UserError
 
 TEXTS = {"animal": ["the cat sees", "a dog", "one bird"], "color": ["red", "a big green", "blue"], "why": ["why not"]}
-ROWS = [{"text": f"{text} {number}", "label": label} for label in TEXTS for text in TEXTS[label] for number in "12"]
+ROWS = []
+for label, label_texts in TEXTS.items():
+    for text in label_texts:
+        ROWS += [{"text": f"{text} {number}", "label": label} for number in "12"]
 
 
 def settings_of(folder, **settings):

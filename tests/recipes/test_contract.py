@@ -60,7 +60,8 @@ def test_losses_follow_plain_torch(name, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     rows = run_here.recipe.loader.dataset
     for step in range(3 if name in WEIGHTS else 1):
-        total, count = torch.zeros(()), 0
+        total = torch.zeros(())
+        count = 0
         for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
             labels = torch.as_tensor(row["labels"])
             logits = model(torch.as_tensor(row["tokens"])[None]).logits[0]
@@ -109,10 +110,8 @@ def test_every_method_trains_in_float16_and_resumes(method, tmp_path, monkeypatc
     run = start(method, tmp_path, **settings)
     assert all(parameter.dtype == torch.float16 for parameter in run.recipe.model.parameters())
     resumed = resume(method, tmp_path, run, 2, **settings)
-    skipped, skipped_later = (
-        {record["step"]: record["reason"] for record in compared.lines("skipped_steps.jsonl")}
-        for compared in (run, resumed)
-    )
+    skipped = {record["step"]: record["reason"] for record in run.lines("skipped_steps.jsonl")}
+    skipped_later = {record["step"]: record["reason"] for record in resumed.lines("skipped_steps.jsonl")}
     assert len(skipped) == run.recipe.guard.num_skipped < 6
     assert all("its gradient overflows fp16; the loss scale is" in reason for reason in skipped.values())
     assert skipped_later == {step: reason for step, reason in skipped.items() if step > 2}

@@ -155,7 +155,8 @@ def test_questions_with_images_have_the_answers_of_transformers(tmp_path):
             logits = tiny_vision.logits_of_transformers(reference, tokens, batch["encoder_input"], mask)
         return logits[0, -len(answer) - 1 :].log_softmax(-1)
 
-    rows, scores = [], {}
+    rows = []
+    scores = {}
     for image in (str(tmp_path / "0.png"), str(tmp_path / "1.png")):
         answer = []
         for _ in range(4):

@@ -53,7 +53,8 @@ def test_two_processes_train_as_one(forker, tmp_path):
     full_run = start(FULL, tmp_path, **settings, batch_size=4)
     for name in ("rewards/total", "tools/calls", "ends/completed", "grad_norm"):
         assert run.figure(name) == pytest.approx(full_run.figure(name), rel=1e-3), name
-    episodes = [line["episode"] for name in ("rollouts.jsonl", "rollouts_rank1.jsonl") for line in run.lines(name)]
+    lines = run.lines("rollouts.jsonl") + run.lines("rollouts_rank1.jsonl")
+    episodes = [line["episode"] for line in lines]
     assert sorted(episodes) == sorted(line["episode"] for line in full_run.lines())
 
 

@@ -88,7 +88,8 @@ def test_answers_to_a_file(tmp_path):
 
     conversation = [{"role": "system", "content": "a big cat"}, {"role": "user", "content": "the cat sees"}]
     prompt_rows = ["the cat sees", {"prompt": "a dog", "id": 7}, {"messages": conversation}, conversation, "red " * 30]
-    prompts, output = tmp_path / "questions.jsonl", tmp_path / "questions.answers.jsonl"
+    prompts = tmp_path / "questions.jsonl"
+    output = tmp_path / "questions.answers.jsonl"
     prompts.write_text("\n\n".join(json.dumps(row) for row in prompt_rows))
     recipe, cfg = recipe_of(tmp_path, prompts=str(prompts), max_sequences=2, temperature=0, prompt={"system": "blue"})
     recipe.answer_file(cfg)

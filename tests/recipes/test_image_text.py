@@ -65,7 +65,8 @@ def run(kind, folder, parts, **settings):
 
 def their_inputs(reference, row):
     """What ``transformers`` takes for a row."""
-    images, tokens = row["encoder_input"]["images"], torch.tensor([row["tokens"]])
+    images = row["encoder_input"]["images"]
+    tokens = torch.tensor([row["tokens"]])
     return {"input_ids": tokens, **inputs_of(reference, tokens, images.patches, images.grids)}
 
 
@@ -133,7 +134,7 @@ PARTS = {"language_model": "model.language_model.", "projector": "model.visual."
 
 @pytest.mark.parametrize("part", PARTS)
 def test_frozen_parts_stay_as_they_were(part, folder):
-    parts = {name: "full" if name == part else "frozen" for name in PARTS}
+    parts = {**dict.fromkeys(PARTS, "frozen"), part: "full"}
     done = run("full", folder, parts, max_steps_per_epoch=1, epochs=1)
     before, after = (load_file(at / "model.safetensors") for at in (folder / "checkpoint", done.output_dir / "epoch_0"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -169,7 +170,8 @@ def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_i
     parts = {"language_model": "frozen", "projector": "full"}
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "r"}]
     source = str(write_lines(folder / "text.jsonl", [{"image": None, "messages": turns}]))
-    text, pictures = {**CHATS, "source": source}, write_pictures(folder)["dataset"]
+    text = {**CHATS, "source": source}
+    pictures = write_pictures(folder)["dataset"]
     for packed in (False, True):
         text_settings = {"dataset": {**text, "packed": packed}, "tokenizer__max_seq_len": 64}
         with pytest.raises(
@@ -345,7 +347,8 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     for row in rows:
         content = [{"type": "image", "content": row["image"]}, {"type": "text", "content": "What?"}]
         scored_row = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
-        logits, tokens = reference(**their_inputs(reference, scored_row)).logits, torch.tensor(scored_row["tokens"])
+        logits = reference(**their_inputs(reference, scored_row)).logits
+        tokens = torch.tensor(scored_row["tokens"])
         chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         log_probs.append(chosen[~torch.tensor(scored_row["mask"][1:], dtype=torch.bool)].detach())
     write_lines(data, [{**row, "question": row.pop("prompt")} for row in rows])
@@ -369,7 +372,8 @@ def test_compiled_and_recomputed_layers_of_text_and_tower_train_alike(folder, mo
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
     counters.clear()
     # Every step has all rows: other lengths would be compiled once more.
-    parts, settings = {"vision_tower": "full"}, {"batch_size": 12, "epochs": 2, "shuffle": False}
+    parts = {"vision_tower": "full"}
+    settings = {"batch_size": 12, "epochs": 2, "shuffle": False}
     plain = run("full", folder, parts, **settings)
     compiled = run("full", folder, parts, **settings, compile=True, enable_activation_checkpointing=True)
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -46,7 +46,8 @@ def source(path, node):
 
 
 def comment_above(path, line):
-    lines, comments = lines_of(path), []
+    lines = lines_of(path)
+    comments = []
     while lines[line - 2].strip().startswith("#"):
         line -= 1
         comments.insert(0, lines[line - 1].strip("# "))

@@ -63,7 +63,8 @@ def test_a_model_in_training_generates_what_it_says(tmp_path):
 
 
 def test_a_loss_that_cannot_be_used_is_one_sentence_before_training(tmp_path, tune):
-    name, loss = "full_finetune_single_device", {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+    name = "full_finetune_single_device"
+    loss = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
     result = tune("run", name, "--config", write_config(name, tmp_path, tmp_path / "output", loss=loss))
     assert result.code == 2
     assert "loss: ForwardKLLoss cannot be called with logits [n, v] and labels [n]" in result.err.splitlines()[-1]

@@ -37,7 +37,10 @@ def test_a_mixture_is_trained_on_and_resumed(parts, tmp_path):
     names = ("loss", "loss/many", "loss/few", "val_loss", "val_loss/many", "val_loss/few")
 
     def figures(run):
-        return [{name: record.get(name) for name in names} for record in run.records]
+        rows = []
+        for record in run.records:
+            rows.append({name: record.get(name) for name in names})
+        return rows
 
     assert len(resumed.records) == 7
     assert figures(full_run)[-7:] == figures(resumed)

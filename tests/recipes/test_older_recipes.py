@@ -201,8 +201,9 @@ def test_older_preferences_train_alone_and_on_two_ranks(lora, forker, folder):
         assert losses[1] == pytest.approx(math.log(2), abs=1e-6)
         assert losses[3] + losses[4] < losses[1] + losses[2]
         assert (output_dir / "epoch_1" / "model.safetensors").is_file()
-        figures.append({step: losses[step] for step in ((1,) if lora else losses)})  # ranks draw other adapters
-        figures[-1] |= {-step: value for step, value in records(output_dir, "log_probs/chosen").items() if step == 1}
+        compared_steps = [1] if lora else losses  # ranks draw other adapters
+        figures.append({step: losses[step] for step in compared_steps})
+        figures[-1]["log_probs/chosen"] = records(output_dir, "log_probs/chosen")[1]
     assert figures[0] == pytest.approx(figures[1], rel=1e-4)
 
 
@@ -256,7 +257,8 @@ def test_older_ppo_trains_policy_and_value_model(forker, folder):
         del cfg[key]
     path.write_text(yaml.safe_dump(cfg, sort_keys=False))
     run(forker, path, recipe=FINETUNE.replace("finetune", "ppo"))
-    value_losses, ratios = list(records(output_dir, "value_loss").values()), records(output_dir, "ratios")
+    value_losses = list(records(output_dir, "value_loss").values())
+    ratios = records(output_dir, "ratios")
     assert len(ratios) == 8
     assert ratios == pytest.approx(dict.fromkeys(ratios, 1), abs=1e-3)  # one update on what this policy sampled
     assert sum(value_losses[-2:]) < sum(value_losses[:2])

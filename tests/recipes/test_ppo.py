@@ -70,7 +70,8 @@ class PlainPPO:
         """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centered."""
         answers = []
         for rollout in self.rollouts:
-            old, values = self.log_probs(self.policy, rollout).tolist(), self.values(self.value, rollout).tolist()
+            old = self.log_probs(self.policy, rollout).tolist()
+            values = self.values(self.value, rollout).tolist()
             reference = self.log_probs(self.reference, rollout).tolist()
             last_state = self.reward.model(rollout.tokens[None]).last_hidden_state[0, -1]
             score = (last_state @ self.reward.score.weight[0]).item()
@@ -78,7 +79,8 @@ class PlainPPO:
                 score = -2.0
             rewards = [-0.3 * (log_prob - base) for log_prob, base in zip(old, reference, strict=True)]
             rewards[-1] += score
-            advantages, last = [0.0] * len(old), 0.0
+            advantages = [0.0] * len(old)
+            last = 0.0
             for t in reversed(range(len(old))):
                 following = values[t + 1] if t + 1 < len(old) else 0.0
                 last = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * last
@@ -90,7 +92,11 @@ class PlainPPO:
             every += advantages
         mean = sum(every) / len(every)
         std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
-        return [(old, values, [(a - mean) / std for a in advs], returns) for old, values, advs, returns in answers]
+        whitened_answers = []
+        for old, values, advantages, returns in answers:
+            whitened = [(advantage - mean) / std for advantage in advantages]
+            whitened_answers.append((old, values, whitened, returns))
+        return whitened_answers
 
     def step(self):
         """The weights after three passes over all answers."""
@@ -102,7 +108,8 @@ class PlainPPO:
         for _ in range(3):
             total = torch.zeros((), dtype=torch.float64)
             for rollout, (old, old_values, advantages, returns) in zip(self.rollouts, experience, strict=True):
-                new, values = self.log_probs(self.policy, rollout), self.values(self.value, rollout)
+                new = self.log_probs(self.policy, rollout)
+                values = self.values(self.value, rollout)
                 for t in range(len(old)):
                     ratio = (new[t] - old[t]).exp()
                     self.clipped += not 0.9 <= ratio <= 1.1
@@ -112,8 +119,10 @@ class PlainPPO:
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()
-        named = {"": self.policy, "value/": self.value}
-        return {f"{at}{key}": value.detach() for at, model in named.items() for key, value in model.named_parameters()}
+        weights = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+        for name, parameter in self.value.named_parameters():
+            weights[f"value/{name}"] = parameter.detach()
+        return weights
 
 
 @pytest.fixture(scope="module")

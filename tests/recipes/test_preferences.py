@@ -56,7 +56,8 @@ def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
     policy, frozen = (
         AutoModelForCausalLM.from_pretrained(tmp_path / at, dtype=torch.float32) for at in ("checkpoint", reference)
     )
-    optimizer, rows = torch.optim.SGD(policy.parameters(), lr=0.3), run.recipe.loader.dataset
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
+    rows = run.recipe.loader.dataset
     for step in range(3):
         margins = []
         for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
@@ -94,7 +95,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     assert (first.documents.num_prefixes, plain.documents.num_prefixes) == (3, 0)
     assert first.num_tokens < 0.8 * plain.num_tokens
     rows = apart.recipe.loader.dataset
-    tokens = sum(len(row[f"{side}_input_ids"]) for row in rows for side in ("chosen", "rejected"))
+    tokens = sum(len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in rows)
     assert f"{len(rows)} rows, {tokens:,} tokens, " in dict(plan_data(apart.recipe.cfg))["data"]
 
 
@@ -120,7 +121,8 @@ def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(na
 @pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
 def test_a_resumed_run_keeps_the_reference_of_its_start(kind, tmp_path):
     """Not the weights that it goes on with, and for a trained adapter not the base without it."""
-    name, settings = (FULL if kind == "all weights" else LORA), {"epochs": 2, "batch_size": 6, "save_every_n_steps": 2}
+    name = FULL if kind == "all weights" else LORA
+    settings = {"epochs": 2, "batch_size": 6, "save_every_n_steps": 2}
     if kind == "trained adapter":
         earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
         settings["checkpointer__adapter_checkpoint"] = str(earlier.output_dir / "epoch_1" / "adapter_model.safetensors")
@@ -173,7 +175,9 @@ def test_a_reward_model_is_trained_with_an_adapter_and_resumed(tmp_path):
     settings |= {"model": {**HEAD, **base}, "model_converters": [lora], "save_every_n_steps": 9, "optimizer__lr": 0.01}
     run = start(LORA, tmp_path, **settings)
     assert run.losses[12] < 0.9 * run.losses[1]
-    trained = {id(parameter) for group in run.recipe.optimizer.param_groups for parameter in group["params"]}
+    trained = set()
+    for group in run.recipe.optimizer.param_groups:
+        trained.update(id(parameter) for parameter in group["params"])
     names = {name for name, parameter in run.recipe.model.named_parameters() if id(parameter) in trained}
     assert "output.weight" in names
     assert all("lora_" in name for name in names - {"output.weight"})

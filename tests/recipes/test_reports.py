@@ -49,7 +49,8 @@ def test_losses_before_and_after_are_those_of_the_model(tmp_path):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         wanted = []
         for row in rows:
-            tokens, labels = torch.as_tensor(row["tokens"])[None], torch.as_tensor(row["labels"])
+            tokens = torch.as_tensor(row["tokens"])[None]
+            labels = torch.as_tensor(row["labels"])
             logits = model(tokens.long()).logits[0]
             wanted.append(torch.nn.functional.cross_entropy(logits, labels.long(), ignore_index=-100).item())
         assert list(run_folder.measured(when)["values"].values()) == pytest.approx(wanted, rel=1e-4)
@@ -113,7 +114,8 @@ def test_with_a_cached_teacher_only_rows_that_the_run_visits_are_measured(tmp_pa
 
 
 def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
-    module, config = load_recipe(LORA, tmp_path, None), write_config(LORA, tmp_path, tmp_path / "run")
+    module = load_recipe(LORA, tmp_path, None)
+    config = write_config(LORA, tmp_path, tmp_path / "run")
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 1e-2"))
     overrides = ["batch_size=8", "clip_grad_norm=1.0", "dataset.split=train[:16]"]
     monkeypatch.setattr(sys, "argv", ["recipe", "--config", str(config), *overrides])

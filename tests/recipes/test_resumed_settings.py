@@ -104,7 +104,8 @@ def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
     for name, parameter in wide.model.named_parameters():
         expected = masters[name]["master"] if masters else names[name].float()
         assert torch.equal(parameter, expected)
-        before, after = narrow.optimizer.state[names[name]], wide.optimizer.state[parameter]
+        before = narrow.optimizer.state[names[name]]
+        after = wide.optimizer.state[parameter]
         assert before.keys() - {"master"} == after.keys()
         if "torchao" not in optimizer:
             assert all(torch.equal(before[key].float(), after[key]) for key in ("exp_avg", "exp_avg_sq", "step"))

@@ -17,7 +17,11 @@ SGD = {"optimizer": {"_component_": "torch.optim.SGD", "lr": 0.5}, "lr_scheduler
 
 def words(rows, texts):
     """The share of letters, which a few steps raise."""
-    return [sum(character.isalpha() for character in text) / 16 for text in texts]
+    rewards = []
+    for text in texts:
+        num_letters = sum(character.isalpha() for character in text)
+        rewards.append(num_letters / 16)
+    return rewards
 
 
 WORDS = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.words"}]
@@ -117,7 +121,13 @@ def test_answers_that_cannot_be_scored_are_dropped_and_counted(tmp_path):
 
 
 def none_for_some(rows, texts):
-    return [None if len(text) % 3 == 0 else float(len(text)) for text in texts]
+    rewards = []
+    for text in texts:
+        reward = float(len(text))
+        if len(text) % 3 == 0:
+            reward = None
+        rewards.append(reward)
+    return rewards
 
 
 NONE = [{"_component_": "torchtune.rlhf.reward_functions.FunctionReward", "function": f"{__name__}.none_for_some"}]
@@ -178,5 +188,7 @@ def test_two_processes_train_as_one(forker, tmp_path):
             assert run.figure(value) == pytest.approx(single_process.figure(value), rel=1e-3), (split, value)
         files = ["rollouts.jsonl", "rollouts_rank1.jsonl"][: 2 if "shard" in split else 1]
         assert sorted(path.name for path in run.output_dir.glob("rollouts*")) == sorted(files)
-        answers = [(line["row"], line["answer"]) for file in files for line in run.lines(file)]
+        answers = []
+        for file in files:
+            answers += [(line["row"], line["answer"]) for line in run.lines(file)]
         assert sorted(answers) == sorted((line["row"], line["answer"]) for line in single_process.lines())

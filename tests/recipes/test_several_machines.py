@@ -113,7 +113,8 @@ def machines(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("lost", "with_worker"), [(1, False), (0, True)], ids=["the agent", "the first machine"])
 def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, lost, with_worker):
-    output_dir, recipe = tmp_path / "output", tmp_path / "mine.py"
+    output_dir = tmp_path / "output"
+    recipe = tmp_path / "mine.py"
     waits = "import time; time.sleep(2 * (self.global_step >= 7 and self.resume_point is None))"
     ((line, waiting),) = after_each_step(waits).items()
     source = (RECIPES / f"{NAME}.py").read_text()
@@ -123,7 +124,8 @@ def test_the_other_machine_ends_and_the_run_resumes(machines, forker, tmp_path, 
     for _ in range(2):
         machines.start(str(recipe), config)
     machines.until(lambda: steps_logged(output_dir) >= 7)
-    worker, survivor = machines.find_workers()[lost], machines.agents[1 - lost]
+    worker = machines.find_workers()[lost]
+    survivor = machines.agents[1 - lost]
     os.kill(machines.agents[lost], signal.SIGKILL)
     if with_worker:
         os.kill(worker, signal.SIGKILL)

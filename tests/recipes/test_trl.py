@@ -21,7 +21,10 @@ from torchtune.rlhf.loss import GRPOLoss, setup_loss
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-FULL, STEPS, BATCH, LR = "full_dpo_single_device", 20, 4, 1e-3
+FULL = "full_dpo_single_device"
+STEPS = 20
+BATCH = 4
+LR = 1e-3
 # Of AdamW: with a smaller one, gradients that are rounding errors would move weights as far as any other.
 EPS = 1e-5
 LOSSES = "torchtune.rlhf.loss"
@@ -240,9 +243,11 @@ def collate_all_labelled(batch):
 def test_pairs_without_a_reference(name, ours, settings, trl_settings, tmp_path):
     module = importlib.import_module(f"trl.experimental.{name.lower()}")
     run_of_recipe = run(tmp_path, ours, **settings)
-    data, rows = run_of_recipe.recipe.loader.dataset, []
+    data = run_of_recipe.recipe.loader.dataset
+    rows = []
     for index in range(len(data)):
-        row, example = {}, all_labelled(data[index]) if name == "ORPO" else data[index]
+        row = {}
+        example = all_labelled(data[index]) if name == "ORPO" else data[index]
         for side in ("chosen", "rejected"):
             prompt, answer = parts(example, side)
             row[f"{side}_input_ids"] = prompt + answer
@@ -321,7 +326,8 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     from transformers import AutoTokenizer
 
     write_checkpoint(tmp_path / "checkpoint")
-    rng, size = random.Random(0), 4
+    rng = random.Random(0)
+    size = 4
 
     def tokens(longest):
         return [rng.randrange(20, 90) for _ in range(rng.randrange(3, longest))]
@@ -334,7 +340,10 @@ def test_answers_of_a_policy(has_replies, tmp_path):
         for prompt in prompts_of_step:
             answers += [(prompt, tokens(12)) for _ in range(size)]
         steps.append(answers)
-        masks.append([[not has_replies or i % 3 != 1 for i in range(len(answer))] for _, answer in answers])
+        masks_of_step = []
+        for _, answer in answers:
+            masks_of_step.append([not has_replies or i % 3 != 1 for i in range(len(answer))])
+        masks.append(masks_of_step)
 
     def score(completion_ids, **_):
         return [sum(answer) % 7 / 7 for answer in completion_ids]
@@ -372,7 +381,8 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     with torch.device("meta"):
         model = from_hf_config(str(tmp_path / "checkpoint"))
     FullModelHFCheckpointer(str(tmp_path / "checkpoint")).load_model(model, device=torch.device("cpu"))
-    loss_fn, losses = setup_loss(GRPOLoss(), model), []
+    loss_fn = setup_loss(GRPOLoss(), model)
+    losses = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     for step, step_masks in zip(steps, masks, strict=True):
         rewards = torch.tensor(score([answer for _, answer in step]), dtype=torch.float64)
@@ -394,5 +404,6 @@ def test_answers_of_a_policy(has_replies, tmp_path):
     assert max(map(abs, losses)) > 1e-2
     text = torch.tensor([tokens(40)])
     with torch.no_grad():
-        logits, wanted = model(text), reference(text).logits
+        logits = model(text)
+        wanted = reference(text).logits
     torch.testing.assert_close(logits.log_softmax(-1), wanted.log_softmax(-1), atol=1e-4, rtol=0)

@@ -52,7 +52,8 @@ def test_training_resumes_to_the_bit_and_transformers_reads_what_comes_out(kind,
     still = [name for name, value in full_run.trained.items() if torch.equal(value, before[name])]
     assert still == []
 
-    tokens, image_inputs = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]]), images([(2, 1)])
+    tokens = torch.tensor([[1, tiny_vision.IMAGE_TOKEN, 5, 9, 7]])
+    image_inputs = images([(2, 1)])
     mask = sees(tokens, image_inputs["aspect_ratio"])
     exported = MllamaForConditionalGeneration.from_pretrained(again.output_dir / "step_4").eval()
     model = again.recipe.model.eval().cpu()
@@ -100,7 +101,8 @@ def test_settings_that_do_not_fit_images_are_refused_before_the_run(name, settin
     config = write_config(name, folder, folder / "output", **(SETTINGS if settings else {}), **settings)
     module = load_recipe(name, folder)
     cfg = load_and_check(config, [], module.recipe_main)
-    assert any(sentence in problem for problem in find_problems(cfg, 2 if settings else 1))
+    processes = 2 if settings else 1
+    assert any(sentence in problem for problem in find_problems(cfg, processes))
 
 
 def test_a_simulation_has_no_images(folder):
@@ -165,7 +167,8 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     model = MllamaForConditionalGeneration.from_pretrained(folder / "checkpoint")
     model.lm_head.weight.data[256:] = 0  # ids without a text are not answers
     model.save_pretrained(folder / "checkpoint")
-    zero, seven = folder / "0.png", folder / "7.png"
+    zero = folder / "0.png"
+    seven = folder / "7.png"
     texts = []
     for image in (str(zero), None, str(seven)):
         recipe, cfg = recipe_of(
@@ -176,7 +179,8 @@ def test_a_file_of_questions_about_pictures_is_answered_as_each_of_them(folder):
     parts = [{"type": "image_url", "image_url": {"url": str(seven)}}, {"type": "text", "text": "?"}]
     lines = [{"prompt": "?", "image": str(zero)}, "?", {"prompt": "<image>?", "images": [str(seven)]}]
     lines += [[{"role": "user", "content": parts}], {"prompt": "?", "image": None}]
-    file, output = folder / "prompts.jsonl", folder / "answers.jsonl"
+    file = folder / "prompts.jsonl"
+    output = folder / "answers.jsonl"
 
     def answers(lines):
         write_lines(file, lines)

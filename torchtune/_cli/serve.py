@@ -54,6 +54,7 @@ class Serve(Subcommand):
         from torchtune._cli._find_recipe import find_checkpoint
         from torchtune.generation import follow_batches
         from torchtune.rlhf.environments import detect_format
+        from torchtune.tokenizers import chat_template_text
         from torchtune.training.parallel import NO_TIMEOUT, Ranks
 
         path = find_checkpoint(args.model)
@@ -62,14 +63,12 @@ class Serve(Subcommand):
         if ranks.rank > 0:
             follow_batches(models, ranks, max_sequences=args.max_sequences)
             return
-        chat_templates = getattr(tokenizer, "chat_templates", {})
-        templates = "".join(template.source for template in chat_templates.values())
         try:
             server = ChatServer(
                 ("127.0.0.1", args.port),
                 models,
                 tokenizer,
-                tool_format=args.tool_format or detect_format(templates),
+                tool_format=args.tool_format or detect_format(chat_template_text(tokenizer)),
                 max_new_tokens=args.max_new_tokens,
                 max_sequences=args.max_sequences,
                 max_waiting=args.max_waiting,

@@ -17,7 +17,7 @@ from torchtune.generation import (
     generate_tokens,
     images_of_row,
     prompt_row,
-    to_be_answered,
+    prompt_turns,
 )
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.tokenizers import check_tokenizer
@@ -202,7 +202,7 @@ def _tokenize_prompt(tokenizer: Any, prompt: Prompt, number: int) -> dict[str, A
         turns = [{"role": "user", "content": prompt}]
     else:
         turns = list(prompt)
-    messages = to_be_answered(as_messages(turns), None, name)
+    messages = prompt_turns(as_messages(turns), None, name)
     has_images = any(message.contains_media for message in messages)
     if has_images and not getattr(tokenizer, "takes_images", False):
         raise GenerationError(

@@ -22,7 +22,7 @@ from torchtune.data import (
     with_images,
 )
 from torchtune.datasets import format_of, read_rows
-from torchtune.generation import Prompt, to_be_answered
+from torchtune.generation import Prompt, prompt_turns
 from torchtune.utils import UserError
 
 # Names of question and answer columns, in rows without a conversation.
@@ -106,7 +106,7 @@ def read_eval_rows(
             raise EvaluationError(
                 f"{location}: {str(error).rstrip('.')}: correct the row, or name --prompt."
             ) from error
-        messages = to_be_answered(conversation.messages, system, location)
+        messages = prompt_turns(conversation.messages, system, location)
         rows.append(_make_row(line, messages, conversation.tools, reference, columns))
         if len(rows) == limit:
             break
@@ -137,7 +137,7 @@ def row_of_conversation(number: int, columns: Mapping[str, Any], conversation: C
         reference = None  # a column of the right answer is preferred
     if reference is not None:
         columns["answer"] = reference_answer(reference)
-    messages = to_be_answered(messages, None, location)
+    messages = prompt_turns(messages, None, location)
     return _make_row(number + 1, messages, conversation.tools, reference, columns)
 
 

@@ -28,6 +28,7 @@ from torchtune.rlhf.reward_functions import (
     RegexMatch,
     Reward,
 )
+from torchtune.tokenizers import chat_template_text
 from torchtune.training.parallel import broadcast_object, is_sharded
 from torchtune.utils import get_world_size_and_rank
 
@@ -312,8 +313,7 @@ def tool_format_of(tokenizer: Any, rows: Sequence[EvalRow], source: str | Path) 
     first = next((row for row in rows if row.expects_call), None)
     if first is None:
         return None
-    templates = getattr(tokenizer, "chat_templates", {})
-    tool_format = detect_format("".join(template.source for template in templates.values()))
+    tool_format = detect_format(chat_template_text(tokenizer))
     if tool_format is None:
         raise EvaluationError(
             f"{source}, line {first.line}: the right answer is a tool call, but the chat template shows no format of "

@@ -20,7 +20,7 @@ from ._json_filter import JSONFilter, TokenDecoder, TokenTexts
 from ._json_filter import JSONGrammar as JSONGrammar
 from ._prompts import Prompt as Prompt
 from ._prompts import answer_limit as answer_limit
-from ._prompts import images_of_batch, to_be_answered
+from ._prompts import images_of_batch, prompt_turns
 from ._prompts import images_of_row as images_of_row
 from ._prompts import prompt_row as prompt_row
 from ._prompts import read_prompts as read_prompts

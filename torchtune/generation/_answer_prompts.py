@@ -171,7 +171,9 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         facts = (name, str(parameter.dtype), list(parameter.shape), checksums_by_name[name])
         digest.update(repr(facts).encode())
     transform = getattr(tokenizer, "transform_image", None)  # only tokenizers of images have it
-    image_settings = None if transform is None else vars(transform)
+    image_settings = None
+    if transform is not None:
+        image_settings = vars(transform)
     fingerprint = Fingerprint({"tokenizer": tokenizer, "images": image_settings})
     digest.update(fingerprint.text.encode())
     return digest.hexdigest()
@@ -258,7 +260,9 @@ def answer_prompts(
         settings["truncation"] = [top_p, min_p]
     if logits_processors:
         settings["processors"] = Fingerprint({"logits_processors": list(logits_processors)}).text
-    ranks = Ranks(GenerationError) if is_sharded(model) else None
+    ranks = None
+    if is_sharded(model):
+        ranks = Ranks(GenerationError)
     answers = AnswerFile(output, prompts, settings, ranks=ranks)
     if seed is None:
         seed = torch.seed()
@@ -267,7 +271,9 @@ def answer_prompts(
 
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
-    is_hidden = True if ranks is not None and ranks.rank > 0 else None  # None: shown on a terminal
+    is_hidden = None  # shown on a terminal alone
+    if ranks is not None and ranks.rank > 0:
+        is_hidden = True
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):

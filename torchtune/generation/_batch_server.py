@@ -215,7 +215,9 @@ class BatchServer:
     ) -> None:
         self.failure: GenerationError | None = None
         self._models = models
-        self._ranks = None if ranks is None or ranks.size == 1 else ranks
+        self._ranks = ranks
+        if ranks is not None and ranks.size == 1:
+            self._ranks = None
         self._stop = frozenset(stop_tokens)
         self._size = max_sequences
         self._max_waiting = max_waiting
@@ -335,7 +337,9 @@ class BatchServer:
         )
         with closing(steps):
             for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token
-                for index, token, log_prob in zip(indices, tokens[:, 0].tolist(), log_probs.tolist(), strict=True):
+                host_tokens = tokens[:, 0].tolist()
+                host_log_probs = log_probs.tolist()
+                for index, token, log_prob in zip(indices, host_tokens, host_log_probs, strict=True):
                     job = batch.jobs[index]
                     job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
                     batch.counts[index] += 1
@@ -368,15 +372,11 @@ class BatchServer:
             batch.is_failure_known = True
             raise
         host_tokens = step_tokens[:, 0].tolist()
-        batch.ended_indices = self._find_ended(batch.jobs, rows, host_tokens)
-        self._tell_ranks(_Step(host_tokens, batch.ended_indices, None))
-        return step_tokens, step_log_probs
-
-    def _find_ended(self, jobs: Mapping[int, Job], rows: Sequence[Row], tokens: Sequence[int]) -> frozenset[int]:
-        """Return the indices of the rows that end with their next tokens, besides those at their limit."""
-        ended_indices = set()
-        for row, token in zip(rows, tokens, strict=True):
-            job = jobs[row.index]
+        ended_indices = set()  # those at their limit are known to all ranks
+        for row, token in zip(rows, host_tokens, strict=True):
+            job = batch.jobs[row.index]
             if token in self._stop or job.is_cancelled or self._failure(job) is not None:
                 ended_indices.add(row.index)
-        return frozenset(ended_indices)
+        batch.ended_indices = frozenset(ended_indices)
+        self._tell_ranks(_Step(host_tokens, batch.ended_indices, None))
+        return step_tokens, step_log_probs

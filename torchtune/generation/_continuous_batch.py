@@ -16,19 +16,18 @@ from torchtune.data import Documents, Images
 from torchtune.generation._fast_linear import fast_linears
 from torchtune.generation._prompts import images_of_batch
 from torchtune.generation._sampling import GenerationError, LogitsProcessor, process_logits
-from torchtune.generation._static_step import StaticStep
 from torchtune.modules.kv_cache import EncoderCache, KVCache, Place, attention_modules
 from torchtune.modules.model_fusion import ImageTextModel
 from torchtune.modules.transformer import TransformerDecoder, is_causal, text_decoder
 from torchtune.training.parallel import any_rank, lowest_of_ranks, reshard
-from torchtune.utils import to_device
+from torchtune.utils import get_logger, log_once, to_device
 
 # (tokens [m, 1], positions [m, 1], mask [m, 1, t] or None) -> logits [m, v]
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Keys and values [n_kv, s, hd] of each KV cache.
 Past = list[tuple[Tensor, Tensor]]
-# Indices of the sequences that had not ended before a step, their next tokens [m, 1], and a tensor [m, ...] of them.
-Drawn = tuple[list[int], Tensor, Tensor]
+# A step: indices of the sequences that had not ended before it, their next tokens [m, 1], and a tensor [m, ...].
+SampledStep = tuple[list[int], Tensor, Tensor]
 
 
 @dataclass
@@ -134,7 +133,7 @@ class ModelRanks:
         """Whether no other rank shares the model."""
         return not self._groups and self._tp is None
 
-    def multiple(self, length: int) -> int:
+    def padded_length(self, length: int) -> int:
         """Return ``length`` rounded up to a multiple of the sequence-parallel size."""
         if self._tp is None:
             return length
@@ -146,18 +145,118 @@ class ModelRanks:
             flag = any_rank(flag, group)
         return flag
 
-    def fewest(self, count: int) -> int:
+    def lowest(self, count: int) -> int:
         """Return the lowest ``count`` of the ranks that must run the same forward passes."""
         for group in self._groups:
             count = lowest_of_ranks(count, group)
         return count
 
-    def agree(self, tokens: Tensor) -> Tensor:
+    def broadcast_samples(self, tokens: Tensor) -> Tensor:
         """Broadcast the samples of the tensor-parallel group's first rank."""
         # The ranks of the group have the same logits, but each its own random generator.
         if self._tp is not None:
             dist.broadcast(tokens, group=self._tp, group_src=0)
         return tokens
+
+
+class StaticStep:
+    """A step with static shapes, which CUDA replays as one graph.
+
+    It runs one token of every row of a batch; no shape depends on the rows, on their lengths, or on the column.
+
+    All rows of the caches run, rows without a sequence too, and attention masks all columns of the caches. On CUDA the
+    launches of a step are captured once and replayed for every token, until the caches grow. Where they cannot be
+    captured, one line says so, and :attr:`is_usable` becomes False.
+
+    Args:
+        model: the decoder, whose caches have the place ``place``.
+        caches: KV caches of all layers.
+        place: place in all caches; set here.
+        captures: capture a CUDA graph; by default on CUDA.
+    """
+
+    def __init__(
+        self, model: TransformerDecoder, caches: list[KVCache], place: Place, captures: bool | None = None
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._place = place
+        cache = caches[0].k_cache  # [size, n_kv, columns, h]
+        size = cache.shape[0]
+        device = cache.device
+        self._captures = device.type == "cuda" if captures is None else captures
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._captured_columns = 0
+        self.is_usable = True
+        # Inputs and output of the graph, at fixed addresses.
+        self._tokens = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        self._starts = torch.zeros(size, dtype=torch.int64, device=device)  # columns of first tokens
+        self._offsets = torch.zeros(size, dtype=torch.int64, device=device)  # position minus index
+        self._column = torch.zeros(1, dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None  # [size, v]
+
+    def set_inputs(self, tokens: Tensor, starts: Tensor, offsets: Tensor, column: int) -> None:
+        """Copy the inputs of a step; the host waits for nothing.
+
+        Args:
+            tokens: last tokens of the rows, int64 ``[m, 1]``.
+            starts: columns of their first tokens, int64 ``[m]``.
+            offsets: positions minus indices of their new tokens, int64 ``[m]``.
+            column: column of the last tokens.
+        """
+        count = len(tokens)
+        self._tokens[:count] = tokens
+        self._starts[:count] = starts
+        self._offsets[:count] = offsets
+        self._column.fill_(column)
+
+    def run(self, count: int) -> Tensor | None:
+        """Return float32 logits ``[m, v]`` of the first ``count`` rows; None if the step cannot be captured."""
+        columns = self._caches[0].k_cache.shape[2]
+        if not self._captures:
+            logits = self.compute()
+        else:
+            if self._graph is None or self._captured_columns != columns:
+                self._capture()
+                self._captured_columns = columns
+            if self._graph is None:
+                return None
+            self._graph.replay()
+            logits = self._logits
+        return logits[:count].clone()  # the next step overwrites them
+
+    def compute(self) -> Tensor:
+        """Run the model on the inputs; returns float32 logits ``[size, v]``."""
+        # Updated in place, because every cache holds this object.
+        self._place.__dict__.update(vars(Place(column=self._column)))
+        columns = torch.arange(self._caches[0].k_cache.shape[2], device=self._column.device)
+        # Rows without a sequence start at column 0: a row that sees no column would be NaN.
+        mask = (columns >= self._starts[:, None]) & (columns <= self._column)  # [size, columns]
+        positions = (self._column - self._starts + self._offsets)[:, None]  # [size, 1]
+        hidden = self._model(self._tokens, input_pos=positions, mask=mask[:, None], output="hidden")  # [size, 1, d]
+        return self._model.output(hidden).float()[:, 0]
+
+    def _capture(self) -> None:
+        """Capture :meth:`compute` as a graph."""
+        self._graph = None
+        self._logits = None
+        try:
+            # What the first run allocates, compiles or copies must not be part of the graph.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.compute()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._logits = self.compute()
+            self._graph = graph
+        except RuntimeError as error:
+            self.is_usable = False
+            reason = str(error).partition("\n")[0]
+            log_once(
+                get_logger(), f"Decoding launches every kernel by itself: CUDA captures no graph of it ({reason})."
+            )
 
 
 class Batch:
@@ -196,7 +295,7 @@ class Batch:
         self._use_cache = use_cache
         self._step = step
         # Prompts of different lengths share a row, except with sequence parallelism, which pads rows.
-        self._packs = ranks.multiple(1) == 1 and _reads_only_keys_and_values(model)
+        self._packs = ranks.padded_length(1) == 1 and _reads_only_keys_and_values(model)
         self._waiting = deque(requests)
         self._added: deque[Request] = deque()
         self._size = size
@@ -262,7 +361,11 @@ class Batch:
             return self._run(tokens, tokens, None, None, Place()), []
         self._fit(0, max(row.limit - row.count for row in self._rows))
         first = min(row.start for row in self._rows)
-        if not self._use_cache or self._invalidates_caches():
+        # On the host, which would wait for positions on the device.
+        positions = [self._end - 1 - row.start + row.offset for row in self._rows]
+        host_positions = torch.tensor(positions, device="cpu")[:, None]  # [m, 1]
+        # Some RoPE scaling changes with the length, and with it the keys of earlier positions.
+        if not self._use_cache or self._model.invalidates_caches(host_positions):
             return self._run_whole(0, first, self._end), list(self._rows)
         if self._is_static:
             logits = self._run_static()
@@ -322,7 +425,7 @@ class Batch:
             row.count += 1
         self._unread.append((rows, tokens, values))
 
-    def check(self, ends: Callable[[int, int], bool]) -> list[Drawn]:
+    def check(self, ends: Callable[[int, int], bool]) -> list[SampledStep]:
         """Read the tokens since the last check; rows that have ended leave before the next step.
 
         Here the host waits for the device, once.
@@ -362,14 +465,9 @@ class Batch:
                 tokens = tokens.index_select(0, selected)
                 values = values.index_select(0, selected)
             if running:
-                drawn.append(([rows[number].index for number in running], tokens, values))
+                indices = [rows[number].index for number in running]
+                drawn.append((indices, tokens, values))
         return drawn
-
-    def _invalidates_caches(self) -> bool:
-        """Return whether the next positions change what the model computes for earlier ones, as some RoPE scaling."""
-        positions = [self._end - 1 - row.start + row.offset for row in self._rows]
-        # On the host, which would wait for those on the device.
-        return self._model.invalidates_caches(torch.tensor(positions, device="cpu")[:, None])
 
     def _newcomers(self) -> list[Request]:
         """Return requests for free rows; none while few rows are free, because a prefill delays the others."""
@@ -470,7 +568,7 @@ class Batch:
         documents = None
         has_padding = any(request_row.start > first for request_row in self._rows[row:])
         # Sequence parallelism pads each row on the right, see _run; the last document of a row includes this padding.
-        right_padding = self._ranks.multiple(end - first) - (end - first)
+        right_padding = self._ranks.padded_length(end - first) - (end - first)
         document_lengths: list[int] = []
         segment_lengths: list[int] = []  # of padding and prompt of each row, as images_of_batch counts tokens
         segment_images: list[Mapping[str, Any]] = []
@@ -523,7 +621,7 @@ class Batch:
         """
         s = x.shape[1]
         is_cached_step = cache_place.first < cache_place.end  # attention reads columns before those of x
-        padding = self._ranks.multiple(s) - s
+        padding = self._ranks.padded_length(s) - s
         if padding:  # sequence parallelism: pad on the right to a multiple; causal attention ignores it
             x = F.pad(x, (0, padding))
             input_pos = F.pad(input_pos, (0, padding))
@@ -585,7 +683,7 @@ class Batch:
         first = min((row.start for row in self._rows), default=self._end)
         span = self._end - first
         columns = self._tokens.shape[1]
-        spare = self._ranks.multiple(1)
+        spare = self._ranks.padded_length(1)
         if self._end >= end and self._end + spare <= columns:
             return
         end = max(end, span)
@@ -656,7 +754,7 @@ def decode(
     processors: Callable[[int], Sequence[LogitsProcessor]] | None = None,
     step: Step | None = None,
     more: Callable[[Batch], Sequence[Request]] | None = None,
-) -> Iterator[list[Drawn]]:
+) -> Iterator[list[SampledStep]]:
     """Generate in a continuous batch; the model is restored when the iterator ends, is closed or raises.
 
     Args:
@@ -690,14 +788,17 @@ def decode(
         while True:
             passes = tokens_per_check
             if tokens_per_check > 1:
-                passes = ranks.fewest(min(batch.passes_without_check() or passes, passes))
+                passes_without_check = batch.passes_without_check()
+                if passes_without_check is not None:  # None: this rank runs as many passes as the others
+                    passes = min(passes, passes_without_check)
+                passes = ranks.lowest(passes)
             for _ in range(passes):
                 logits, rows = batch.forward()
                 if rows:
                     if processors is not None:
                         logits = _process(logits, batch, rows, processors)
                     tokens, values = draw(logits, rows)
-                    batch.append(rows, ranks.agree(tokens), values)
+                    batch.append(rows, ranks.broadcast_samples(tokens), values)
             drawn = batch.check(ends)
             if drawn:
                 yield drawn

@@ -70,7 +70,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, layer: nn.Mo
         GenerationError: gradients are enabled; a training loop would silently train nothing.
     """
     if torch.is_grad_enabled():
-        parameters = () if layer is None else layer.parameters()
+        parameters = ()
+        if layer is not None:
+            parameters = layer.parameters()
         if any(tensor.requires_grad for tensor in (x, weight, *parameters)):
             raise GenerationError(
                 "Linear layers have no gradients inside fast_linears: call the model in torch.no_grad() or "

@@ -227,8 +227,10 @@ def stream_tokens(
         if draws is None:
             uniform = torch.rand(len(rows), generator=rng, device=device)  # [m]
         else:
-            places = [[row.index for row in rows], [row.count for row in rows]]
-            indices, counts = to_device(places, draws.device)  # [m] each, in one copy to the device
+            host_indices = [row.index for row in rows]
+            host_counts = [row.count for row in rows]
+            # [m] each, in one copy to the device
+            indices, counts = to_device([host_indices, host_counts], draws.device)
             uniform = draws[indices, counts]  # [m]
         tokens, probabilities = draw_tokens(logits, sampling, uniform)
         return tokens, probabilities.gather(-1, tokens)[:, 0].log()

@@ -8,7 +8,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class _Item:
     is_optional = False
 
     def step(self, char: str) -> Iterator[_Items]:
-        """Yield what remains after ``char``, for each way to read it."""
+        """Yield the items that replace this one after ``char``, for each way to read it; none if it cannot follow."""
         raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ class _String(_Item):
 
 @dataclass(frozen=True)
 class _Escape(_Item):
-    """What follows a backslash; ``digits`` hexadecimal ones after a u."""
+    """The characters after a backslash; after a u, ``digits`` hexadecimal digits are still to come."""
 
     digits: int = 0
 
@@ -134,6 +134,14 @@ class _Number(_Item):
                 yield (_Number(state, self.is_integer),)
 
 
+class _Property(NamedTuple):
+    """A property of an object by a schema; ``key`` is its name as JSON."""
+
+    key: str
+    is_required: bool
+    node: "_Node"
+
+
 class _Node(_Item):
     """A value by a checked schema; equal only to itself, so that states are compared fast.
 
@@ -141,7 +149,7 @@ class _Node(_Item):
         texts: the values of ``enum`` and ``const`` as JSON.
         types: names of JSON types.
         alternatives: nodes of ``anyOf`` and ``$ref``.
-        properties: name as JSON, whether it is required, and node, in their order.
+        properties: properties of an object, in their order.
         additional: node of other properties, or ``None``.
         items: node of array elements.
         min_items, max_items: limits of the number of array elements.
@@ -151,7 +159,7 @@ class _Node(_Item):
         self.texts: list[str] = []
         self.types: list[str] = []
         self.alternatives: list[_Node] = []
-        self.properties: list[tuple[str, bool, _Node]] = []
+        self.properties: list[_Property] = []
         self.additional: _Node | None = None
         self.items: _Node | None = None
         self.min_items = 0
@@ -188,7 +196,7 @@ class _Members(_Item):
 
     def step(self, char: str) -> Iterator[_Items]:
         if char == "}":
-            if not any(is_required for _, is_required, _ in self.node.properties[self.start :]):
+            if not any(later.is_required for later in self.node.properties[self.start :]):
                 yield ()
         elif self.is_first:
             yield from self.step_key(char)
@@ -196,12 +204,13 @@ class _Members(_Item):
             yield (_Blank(), _Key(self))
 
     def step_key(self, char: str) -> Iterator[_Items]:
-        """Yield what remains after the quotation mark of a member's name: one way for each name that may come."""
+        """Yield the items after the quotation mark of a member's name, for each name that may come."""
         if char != '"':
             return
-        for index, (name, is_required, node) in enumerate(self.node.properties[self.start :], self.start):
+        for index in range(self.start, len(self.node.properties)):
+            key, is_required, node = self.node.properties[index]
             after = _Members(self.node, index + 1, False)
-            yield (_Text(name[1:]), _Blank(), _Text(":"), _Blank(), node, _Blank(), after)
+            yield (_Text(key[1:]), _Blank(), _Text(":"), _Blank(), node, _Blank(), after)
             if is_required:  # later names would leave it out, because properties keep their order
                 return
         if self.node.additional is not None:
@@ -246,7 +255,9 @@ class _Elements(_Item):
 
 def _push(item: _Item, stack: _Stack) -> _Stack:
     """Return the stack with an item on top."""
-    size = stack[2] if stack else 0
+    size = 0
+    if stack:
+        _, _, size = stack
     return item, stack, size + 1
 
 
@@ -283,7 +294,7 @@ class JSONGrammar:
     """The JSON texts that fit a schema.
 
     Objects have their properties in the order of the schema, and no others unless ``properties`` is missing. Supported
-    are ``type``, ``enum``, ``const``, ``anyOf``, ``$ref`` within the schema, ``properties``, ``required``,
+    are ``type``, ``enum``, ``const``, ``anyOf``, ``$ref`` to a path of the schema, ``properties``, ``required``,
     ``additionalProperties``, ``items``, ``minItems`` and ``maxItems``; notes such as ``title`` have no effect.
 
     Args:
@@ -299,7 +310,9 @@ class JSONGrammar:
     """
 
     def __init__(self, schema: Any = None) -> None:
-        self._schema = {"type": "object"} if schema is None else schema
+        if schema is None:
+            schema = {"type": "object"}
+        self._schema = schema
         self._nodes: dict[str, _Node] = {}  # by path in the schema, so that references may be recursive
         self._any_value = _Node()
         self._any_value.types = ["object", "array", "string", "number", "boolean", "null"]
@@ -356,10 +369,15 @@ class JSONGrammar:
         return node
 
     def _referenced_node(self, reference: Any, path: str) -> _Node:
-        """Return the node of a JSON pointer within the schema, which stands at a path."""
+        """Return the node that the ``$ref`` of the schema at a path points to."""
         schema: Any = self._schema
         if not isinstance(reference, str) or not reference.startswith("#"):
             raise GenerationError(f"{path}/$ref is {json.dumps(reference)[:80]}: it must begin with #.")
+        if reference != "#" and not reference.startswith("#/"):
+            raise GenerationError(
+                f"{path}/$ref is {json.dumps(reference)[:80]}: it names an anchor, which is not supported: give the "
+                "path from the root, such as #/$defs/name."
+            )
         for part in reference[1:].split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers
             if not isinstance(schema, Mapping) or key not in schema:
@@ -398,8 +416,10 @@ class JSONGrammar:
                 raise GenerationError(f"{path}/required has {json.dumps(name)[:40]}: it must be among properties.")
         for name, property_schema in properties.items():
             key = json.dumps(name, ensure_ascii=False)
-            property_node = self._node(property_schema, f"{path}/properties/{_escaped(name)}")
-            node.properties.append((key, name in required, property_node))
+            # The escapes of JSON pointers, so that no two parts of a schema have one path.
+            escaped = name.replace("~", "~0").replace("/", "~1")
+            property_node = self._node(property_schema, f"{path}/properties/{escaped}")
+            node.properties.append(_Property(key, name in required, property_node))
         # Without properties, a schema allows any; with properties, only these.
         additional = schema.get("additionalProperties", not properties)
         if additional is not False:
@@ -444,7 +464,11 @@ def _values(schema: Mapping[str, Any], path: str) -> list[Any]:
     else:
         values = [schema["const"]]
     types = _types(schema, path)
-    return [value for value in values if any(_has_type(value, name) for name in types)]
+    values_of_types = []
+    for value in values:
+        if any(_has_type(value, name) for name in types):
+            values_of_types.append(value)
+    return values_of_types
 
 
 def _has_type(value: Any, name: str) -> bool:
@@ -457,11 +481,6 @@ def _has_type(value: Any, name: str) -> bool:
         return name in ("number", "integer")
     classes = {"object": Mapping, "array": (list, tuple), "string": str, "null": type(None)}
     return name in classes and isinstance(value, classes[name])
-
-
-def _escaped(name: str) -> str:
-    """Return a name as a part of a JSON pointer, so that no two parts of a schema have one path."""
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _checked(value: Any, kind: type, path: str) -> Any:

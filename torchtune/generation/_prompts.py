@@ -110,12 +110,16 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
         conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
-    messages = to_be_answered(conversation.messages, system, location)
+    messages = prompt_turns(conversation.messages, system, location)
     return Prompt(number, value, messages, tools=conversation.tools)
 
 
-def to_be_answered(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
-    """Return a conversation, with a system prompt if it has none; raise if its last turn is the assistant's."""
+def prompt_turns(messages: Sequence[Message], system: str | None, where: str) -> list[Message]:
+    """Return the turns of a prompt: a conversation, with the system prompt ``system`` if it has none.
+
+    Raises:
+        GenerationError: its last turn is the assistant's; the message begins with ``where``.
+    """
     if not messages or messages[-1].role == "assistant":
         raise GenerationError(f"{where}: there is no turn to answer: end with a turn of the user.")
     if system and messages[0].role != "system":

@@ -4,22 +4,20 @@ from ._chat_layouts import MarkedTurnsTokenizer as MarkedTurnsTokenizer
 from ._chat_layouts import required_ids
 from ._chat_layouts import tokenize_messages_no_special_tokens as tokenize_messages_no_special_tokens
 from ._chat_template import go_template as go_template
-from ._chatml_turns import IM_END, IM_START, ChatMLTurns
 from ._decoding import StreamDecoder as StreamDecoder
 from ._decoding import decode_pieces, document_texts, is_trained
+from ._family_layouts import IM_END, IM_START, ChatMLTurns, HeaderTurns, InstTurnsTokenizer
 from ._files import MISSING_TOKENIZER, explain_unknown_tokens, is_tokenizer_file, missing_new_tokens
 from ._files import PublishedFiles as PublishedFiles
 from ._files import parse_hf_tokenizer_json as parse_hf_tokenizer_json
-from ._header_turns import HeaderTurns
 from ._hf_model_tokenizer import HuggingFaceModelTokenizer as HuggingFaceModelTokenizer
 from ._hf_model_tokenizer import hf_tokenizer as hf_tokenizer
 from ._hf_tokenizer import HuggingFaceBaseTokenizer as HuggingFaceBaseTokenizer
-from ._inst_turns import InstTurnsTokenizer
 from ._protocols import BaseTokenizer as BaseTokenizer
 from ._protocols import ModelTokenizer as ModelTokenizer
 from ._protocols import RecipeTokenizer as RecipeTokenizer
 from ._protocols import SavableTokenizer as SavableTokenizer
-from ._protocols import check_tokenizer, end_of_text, text_only, tool_options
+from ._protocols import chat_template_text, check_tokenizer, end_of_text, text_only, tool_options
 from ._sentencepiece import SentencePieceBaseTokenizer as SentencePieceBaseTokenizer
 from ._sentencepiece import SentencePieceChatTokenizer
 from ._tiktoken import CL100K_PATTERN

@@ -15,9 +15,8 @@ import regex
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from torchtune.data import DataError
-from torchtune.tokenizers._decoding import decode_around
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, read_json, read_text
-from torchtune.tokenizers._protocols import BaseTokenizer, check_text
+from torchtune.tokenizers._protocols import BaseTokenizer, any_text_pattern, check_text
 
 _MAX_CACHED_LENGTH = 100  # characters; longer words rarely repeat
 _MAX_CACHED_WORDS = 1 << 17
@@ -114,11 +113,19 @@ class WordEncoder:
             return
         self._ids_of_word = _WordCache(self._tokenize_word)
         self._special_ids = {token.content: token_id for token_id, token in added.items()}
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special = re.compile(f"({any_text_pattern(self._special_ids)})")
         self._agreeing_characters: set[str] = set()
         self._differing_characters: set[str] = set()
-        self.is_used = self._agrees_on_ascii()
+        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say.
+        draw = random.Random(0)
+        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
+        for _ in range(80):
+            text = "".join(draw.choices(parts, k=24))
+            tokens_and_mask = self.encode(text, [])
+            expected_ids = tokenizer.encode(text, add_special_tokens=False).ids
+            if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
+                self.is_used = False
+                return
 
     @staticmethod
     def _read_settings(tokenizer: Tokenizer) -> tuple[str | None, bool]:
@@ -155,7 +162,7 @@ class WordEncoder:
         because an edge of a span is inside a word of several ids. A word of one id with an edge inside counts as inside
         the span.
         """
-        if not self.is_used or not self._agrees(text):
+        if not self.is_used or not self._supports(text):
             return None
         words: list[str] = []
         # With a group in the pattern, texts and special tokens alternate.
@@ -202,59 +209,31 @@ class WordEncoder:
         characters = map(bytes_to_unicode().__getitem__, word.encode("utf-8", "surrogatepass"))
         return [token.id for token in self._tokenizer.model.tokenize("".join(characters))]
 
-    def _agrees(self, text: str) -> bool:
-        """Return whether the encoder supports all characters of a text; check those that are new."""
+    def _supports(self, text: str) -> bool:
+        """Return whether both regex engines treat all characters of a text alike; check those that are new."""
         if not text.isascii() and self._needs_nfc and not unicodedata.is_normalized("NFC", text):
             return False
         characters = set(text) - self._agreeing_characters
         for character in characters - self._differing_characters:
-            if self._splits_alike(character):
+            if self._is_split_alike(character):
                 self._agreeing_characters.add(character)
             else:
                 self._differing_characters.add(character)
         return self._differing_characters.isdisjoint(characters)
 
-    def _splits_alike(self, c: str) -> bool:
+    def _is_split_alike(self, c: str) -> bool:
         """Return whether both regex engines split texts alike in which a character is next to all other kinds."""
         neighbors = f"a{c}a1{c}1.{c}.{c}{c} {c} \n{c}\n a {c}{c}'{c}s's{c}'{c}e'{c}l'l{c}'r{c}'v{c}A{c}A{c}b  {c}  1{c}"
-        return all(self._is_same_split(text) for text in (neighbors, c, f"{c}{c}"))
-
-    def _is_same_split(self, text: str) -> bool:
-        """Return whether both regex engines split a text into the same words, which cover it."""
-        try:
-            expected_words = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
-        except UnicodeEncodeError:  # lone surrogate
-            return False
-        expected_spans = [span for _, span in expected_words]
-        edges = _cumulative_lengths(self._words.findall(text))
-        return expected_spans == list(pairwise(edges)) and edges[-1] == len(text)
-
-    def _agrees_on_ascii(self) -> bool:
-        """Compare the ids with the tokenizer's on random ASCII texts."""
-        draw = random.Random(0)
-        parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
-        for _ in range(80):
-            text = "".join(draw.choices(parts, k=24))
-            tokens_and_mask = self.encode(text, [])
-            expected_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
+        for text in (neighbors, c, f"{c}{c}"):
+            try:
+                words_and_spans = self._tokenizer.pre_tokenizer.pre_tokenize_str(text)
+            except UnicodeEncodeError:  # lone surrogate
+                return False
+            expected_spans = [span for _, span in words_and_spans]
+            edges = _cumulative_lengths(self._words.findall(text))
+            if edges[-1] != len(text) or list(pairwise(edges)) != expected_spans:
                 return False
         return True
-
-
-def _read_merges(path: str) -> list[tuple[str, str]]:
-    """Return the pairs of a ``merges.txt`` in their order; raise :class:`DataError` for a line of another form."""
-    merges = []
-    for number, line in enumerate(read_text(path, "merges file").split("\n"), start=1):
-        if (number == 1 and line.startswith("#version")) or not line.strip():
-            continue
-        pair = line.rstrip("\r").split(" ")
-        if len(pair) != 2:
-            raise DataError(
-                f"merges file {path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
-            )
-        merges.append((pair[0], pair[1]))
-    return merges
 
 
 class ByteLevelBPE:
@@ -277,14 +256,23 @@ class ByteLevelBPE:
         vocab: Any = read_json(vocab_path, "vocabulary file")
         if not all(isinstance(token_id, int) for token_id in vocab.values()):
             raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
-        merges = _read_merges(merges_path)
-        # The package tokenizers raises for such a merge as well, but does not say which files do not fit.
-        for left, right in merges:
+        merges = []
+        for number, line in enumerate(read_text(merges_path, "merges file").split("\n"), start=1):
+            if (number == 1 and line.startswith("#version")) or not line.strip():
+                continue
+            pair = line.rstrip("\r").split(" ")
+            if len(pair) != 2:
+                raise DataError(
+                    f"merges file {merges_path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
+                )
+            left, right = pair
+            # The package tokenizers raises for such a merge as well, but does not say which files do not fit.
             if left not in vocab or right not in vocab or left + right not in vocab:
                 raise DataError(
                     f"merges file {merges_path} merges {left!r} and {right!r}, which {vocab_path} does not know: "
                     "take both files from the same checkpoint."
                 )
+            merges.append((left, right))
         self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
         if nfc:
             self.tokenizer.normalizer = normalizers.NFC()
@@ -298,9 +286,7 @@ class ByteLevelBPE:
         self._word_encoder = WordEncoder(self.tokenizer)
         self.special_tokens = dict(special_tokens)
         self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
-        # A regular expression takes the first alternative that matches, so that <|im| must not come before <|im_end|>.
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special = re.compile(f"({any_text_pattern(self.special_tokens)})")
         self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
 
     def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:
@@ -329,12 +315,18 @@ class ByteLevelBPE:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """Decode token ids into text; invalid UTF-8 becomes the replacement character."""
-        return decode_around(
-            token_ids,
-            self._special_texts,
-            lambda ids: self.tokenizer.decode(ids, skip_special_tokens=False),
-            skip=skip_special_tokens,
-        )
+        texts: list[str] = []
+        plain_ids: list[int] = []  # since the last special token
+        for token_id in token_ids:
+            if token_id not in self._special_texts:
+                plain_ids.append(token_id)
+                continue
+            texts.append(self.tokenizer.decode(plain_ids, skip_special_tokens=False))
+            plain_ids = []
+            if not skip_special_tokens:
+                texts.append(self._special_texts[token_id])
+        texts.append(self.tokenizer.decode(plain_ids, skip_special_tokens=False))
+        return "".join(texts)
 
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\w]+| ?\d+| ?[^\s\w\d]+|\s+(?!\S)|\s+"

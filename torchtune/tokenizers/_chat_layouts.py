@@ -17,7 +17,7 @@ from torchtune.data import (
     truncate_row,
 )
 from torchtune.tokenizers._files import SavesPublishedFiles
-from torchtune.tokenizers._protocols import MessageTransform, ModelTokenizer, end_tokens, text_only
+from torchtune.tokenizers._protocols import MessageTransform, ModelTokenizer, adds_end_tokens, text_only
 
 Row = tuple[list[int], list[bool]]
 # (token ids, masked)
@@ -64,7 +64,7 @@ class TurnsTokenizer(MessageTransform, SavesPublishedFiles, ModelTokenizer):
         Raises:
             DataError: the layout does not support the content.
         """
-        closed = end_tokens(add_end_tokens, add_eos)
+        closed = adds_end_tokens(add_end_tokens, add_eos)
         return self._row(as_messages(messages), closed)
 
     def _row(self, messages: list[Message], closed: bool, **options: Any) -> Row:
@@ -201,7 +201,7 @@ class MarkedTurnsTokenizer(TurnsTokenizer):
         messages = as_messages(messages)
         if ignore_system_prompt:
             messages = [message for message in messages if message.role != "system"]
-        return self._row(messages, end_tokens(add_end_tokens, add_eos))
+        return self._row(messages, adds_end_tokens(add_end_tokens, add_eos))
 
     def _parts(self, messages: list[Message], closed: bool) -> Iterator[Part]:
         yield self.opening(), True

@@ -163,20 +163,18 @@ class ChatTemplate:
 
     def _readable(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a turn with its text in the form that the template reads: a string, or a list of one part."""
+        role = turn.get("role")
         content = turn.get("content")
-        if not isinstance(content, str) or not self._reads_parts(turn.get("role")):
+        # Every template that reads parts has "text", the key of a part's text.
+        if not isinstance(content, str) or role not in _PROBE_CONTEXTS or "text" not in self.source:
+            return turn
+        if role not in self._is_part_role:
+            probe = {"role": role, "content": _PROBE_TEXT}
+            part_probe = {"role": role, "content": [{"type": "text", "text": _PROBE_TEXT}]}
+            self._is_part_role[role] = not self._writes_probe(probe) and self._writes_probe(part_probe)
+        if not self._is_part_role[role]:
             return turn
         return {**turn, "content": [{"type": "text", "text": content}]}
-
-    def _reads_parts(self, role: Any) -> bool:
-        """Return whether the template writes the texts of a role only if they come as lists of parts."""
-        if role not in _PROBE_CONTEXTS or "text" not in self.source:  # the key of a part's text
-            return False
-        if role not in self._is_part_role:
-            turn = {"role": role, "content": _PROBE_TEXT}
-            parts = {"role": role, "content": [{"type": "text", "text": _PROBE_TEXT}]}
-            self._is_part_role[role] = not self._writes_probe(turn) and self._writes_probe(parts)
-        return self._is_part_role[role]
 
     def writes_reasoning(self, turn: Mapping[str, Any]) -> bool:
         """Return whether the template writes reasoning in the last turn, if it is given as in ``turn``."""
@@ -218,23 +216,19 @@ class ChatTemplate:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
         except _TEMPLATE_FAILURES as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from error
-        return _split_generation_blocks(text)
-
-
-def _split_generation_blocks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Remove the delimiters of generation blocks; return the text and (start, end) of each block."""
-    if _GENERATION_START not in text:
-        return text, []
-    spans: list[tuple[int, int]] = []
-    pieces: list[str] = []
-    length = 0
-    for piece in text.split(_GENERATION_START):
-        inside, delimiter, outside = piece.partition(_GENERATION_END)
-        if delimiter:
-            spans.append((length, length + len(inside)))
-        pieces += [inside, outside]
-        length += len(inside) + len(outside)
-    return "".join(pieces), spans
+        if _GENERATION_START not in text:
+            return text, []
+        # Remove the delimiters of the generation blocks; where each block lies is known only now.
+        spans: list[tuple[int, int]] = []
+        pieces: list[str] = []
+        length = 0
+        for piece in text.split(_GENERATION_START):
+            inside, delimiter, outside = piece.partition(_GENERATION_END)
+            if delimiter:
+                spans.append((length, length + len(inside)))
+            pieces += [inside, outside]
+            length += len(inside) + len(outside)
+        return "".join(pieces), spans
 
 
 # Limits of one rendering. The largest conversations have some ten million characters and render in about a second.
@@ -425,18 +419,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         # An operation that creates nothing costs a character, too: without it, the clock would never be read.
         characters = allowance.characters - num_characters - 1
         allowance.characters = characters
-        if characters < allowance.next_check:
-            self._check_limits(characters)
-
-    def _check_limits(self, characters: int) -> None:
+        if characters >= allowance.next_check:
+            return
         if characters < 0:
             raise _too_large()
-        if time.thread_time() > self._allowance.end:
+        if time.thread_time() > allowance.end:
             raise DataError(
                 f"The chat template takes more than {MAX_CPU_SECONDS:g} seconds for one conversation: it is broken or "
                 "hostile; take the checkpoint's original, or set the tokenizer's chat_template to another."
             )
-        self._allowance.next_check = max(characters - _CHARACTERS_PER_CLOCK_READING, 0)
+        allowance.next_check = max(characters - _CHARACTERS_PER_CLOCK_READING, 0)
 
     def _charge_value(self, value: Any) -> Any:
         self._charge(_memory_of(value))

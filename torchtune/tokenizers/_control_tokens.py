@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from torchtune.data import Message
 from torchtune.tokenizers._byte_level_bpe import TokensAndMask, WordEncoder
+from torchtune.tokenizers._protocols import any_text_pattern
 from torchtune.utils import get_logger, log_once
 
 # Letters and digits, which templates, JSON and regular expressions leave unchanged; random, so no text contains it.
@@ -28,13 +29,13 @@ class ControlTokens:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        # Longest first: a regular expression takes the first alternative that matches.
+        # Sorted, because the order is part of the tokenizer's fingerprint.
         self.texts = sorted((text for text in texts if text), key=len, reverse=True)
         self._number = {text: i for i, text in enumerate(self.texts)}
         self._pattern: re.Pattern[str] | None = None
         self._shortest_length = 0
         if self.texts:
-            self._pattern = re.compile("|".join(map(re.escape, self.texts)))
+            self._pattern = re.compile(any_text_pattern(self.texts))
             self._shortest_length = len(self.texts[-1])
 
     def hide(self, value: Any) -> Any:
@@ -136,7 +137,7 @@ class ControlTokenEncoder:
             the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text.
         """
         texts = self.control_tokens.texts
-        any_token = "|".join(map(re.escape, texts))
+        any_token = any_text_pattern(texts)
         pieces: list[str] = []
         starts = [0]
         new_starts = [0]

@@ -1,7 +1,7 @@
-"""Decoding of token ids: around special tokens, one token at a time, and in pieces by whether they are trained on."""
+"""Decoding of token ids: one token at a time, and in pieces by whether they are trained on."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -127,23 +127,3 @@ def decode_pieces(tokens: np.ndarray, labels: np.ndarray, tokenizer: Any) -> lis
             text = tokenizer.decode(tokens[start:end].tolist(), **options)
             pieces.append((text, bool(trained[start])))
     return pieces
-
-
-def decode_around(
-    token_ids: Iterable[int], special_texts: Mapping[int, str], decode: Callable[[list[int]], str], *, skip: bool
-) -> str:
-    """Decode the ids between special tokens with ``decode``; ``skip`` omits the special tokens."""
-    texts: list[str] = []
-    plain: list[int] = []
-    for token_id in token_ids:
-        if token_id not in special_texts:
-            plain.append(token_id)
-            continue
-        if plain:
-            texts.append(decode(plain))
-            plain = []
-        if not skip:
-            texts.append(special_texts[token_id])
-    if plain:
-        texts.append(decode(plain))
-    return "".join(texts)

@@ -1,12 +1,17 @@
-"""Files of tokenizers: reading them, with error messages that name the file and the remedy, and copying them."""
+"""Files of tokenizers and of their chat templates: reading, copying and replacing them.
+
+Error messages name the file and the remedy.
+"""
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.utils import local_path
+from torchtune.utils import local_path, write_json
 
 # File of a checkpoint whose tokenizer could not write its files; it says why.
 MISSING_TOKENIZER = "TOKENIZER_MISSING.md"
@@ -74,6 +79,80 @@ def parse_hf_tokenizer_json(tokenizer_json_path: str) -> dict[str, int]:
     if "added_tokens" not in content:
         raise DataError(f"tokenizer file {tokenizer_json_path} has no 'added_tokens': it is not a tokenizer.json.")
     return {token["content"]: token["id"] for token in content["added_tokens"]}
+
+
+def template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
+    """Return name -> source of the templates: the chosen template, files next to the tokenizer, or its config."""
+    if chosen is not None:
+        if not isinstance(chosen, str):
+            raise DataError(
+                f"chat_template is a {type(chosen).__name__}: give the path of a Jinja file or the text of a template."
+            )
+        is_text = "{" in chosen or "\n" in chosen
+        if not is_text and not os.path.isfile(os.path.expanduser(chosen)):  # False for a path that is too long, too
+            raise DataError(
+                f"There is no file {chosen!r:.200}: chat_template is the path of a Jinja file or the text of a "
+                "template; leave it out for the checkpoint's own."
+            )
+        if not is_text:
+            chosen = read_text(chosen, "chat template")
+        return {"default": chosen}
+    # From the oldest place to the newest, each of which replaces those before.
+    sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
+    template_json = folder / "chat_template.json"
+    if template_json.is_file():
+        content = read_json(template_json, "chat template")
+        if "chat_template" in content:
+            sources = _published_templates(template_json, content["chat_template"])
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
+    for path in sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja")):
+        sources[path.stem] = read_text(path, "chat template")
+    return sources
+
+
+def _published_templates(file: Path, content: Any) -> dict[str, str]:
+    """Return name -> source of the ``chat_template`` of a JSON file: a text, texts by name, or named texts."""
+    if content is None:
+        return {}
+    if isinstance(content, str):
+        return {"default": content}
+    broken = DataError(
+        f"{file}: chat_template is neither a text nor a list of texts, each with name and template: download the "
+        "file again."
+    )
+    if isinstance(content, Mapping):
+        entries = list(content.items())
+    elif isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content):
+        entries = [(entry.get("name"), entry.get("template")) for entry in content]
+    else:
+        raise broken
+    for name, source in entries:
+        if not isinstance(name, str) or not isinstance(source, str):
+            raise broken
+    return dict(entries)
+
+
+def replace_template(folder: Path, source: str) -> None:
+    """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
+    # A template that stayed in another place would be read instead of this one.
+    additional = folder / _TEMPLATE_FOLDER
+    candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]
+    template_files = [path for path in candidates if path.is_file()]
+    for path in template_files:
+        path.unlink()
+    if additional.is_dir() and not any(additional.iterdir()):  # it may hold files of the user
+        additional.rmdir()
+    config_path = folder / "tokenizer_config.json"
+    config = {}
+    if config_path.is_file():
+        config = read_json(config_path, config_path.name)
+    config.pop("chat_template", None)
+    if template_files:
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+    else:
+        config["chat_template"] = source
+    write_json(config_path, config)
 
 
 def is_tokenizer_file(relative: PurePath) -> bool:

@@ -1,13 +1,16 @@
-"""Tokenizer for conversations, with the checkpoint's chat template."""
+"""Tokenizer for conversations, with the checkpoint's chat template.
 
-import os
+Templates omit the reasoning of earlier turns; the policies ``keep`` and ``split`` of ``reasoning`` train on it.
+"""
+
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torchtune.data import (
     REASONING_FIELDS,
@@ -21,31 +24,31 @@ from torchtune.data import (
 )
 from torchtune.tokenizers._byte_level_bpe import TokensAndMask
 from torchtune.tokenizers._chat_template import ChatTemplate
-from torchtune.tokenizers._files import MISSING_TOKENIZER, read_json, read_text
+from torchtune.tokenizers._files import MISSING_TOKENIZER, replace_template, template_sources
 from torchtune.tokenizers._hf_tokenizer import HuggingFaceBaseTokenizer
 from torchtune.tokenizers._protocols import (
     MessageTransform,
     ModelTokenizer,
-    end_tokens,
+    adds_end_tokens,
     messages_of,
     row_of,
 )
-from torchtune.tokenizers._reasoning import (
-    KeptReasoning,
-    ReasoningPolicy,
-    earlier_reasoning,
-    split_turns,
-)
 from torchtune.tokenizers._trained_spans import (
     LayoutCache,
+    Render,
     Span,
+    Turn,
     TurnFinder,
+    common_prefix,
     first_special,
     learn_stops,
     subtract_span,
 )
-from torchtune.utils import get_logger, local_path, log_once, write_json
+from torchtune.utils import get_logger, local_path, log_once
 
+ReasoningPolicy = Literal["strip", "keep", "split"]
+_REASONING_END = "</think>"  # ends reasoning inside of a turn's text
+_MARK_KEY = f"k{uuid.uuid4().hex}"  # letters and digits only, which templates leave unchanged
 # Tokenizer files of other formats.
 _FILES_OF_OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json", "original/tokenizer.model")
 
@@ -129,7 +132,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         folder = local_path(tokenizer_json_path, "tokenizer.tokenizer_json_path").expanduser().parent
         self._replaces_template = chat_template is not None
         variables = {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})}
-        sources = _template_sources(folder, self.base_tokenizer.config, chat_template)
+        sources = template_sources(folder, self.base_tokenizer.config, chat_template)
         self.chat_templates = {name: ChatTemplate(source, variables) for name, source in sources.items()}
         self._control_tokens = self.base_tokenizer.control_tokens
         self._encoder = self.base_tokenizer.encoder
@@ -147,7 +150,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if "default" in self.chat_templates:
             template = self.chat_templates["default"]
 
-            def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            def render(turns: Sequence[Turn], add_generation_prompt: bool) -> str:
                 text, _ = template.render(turns, add_generation_prompt=add_generation_prompt)
                 return text
 
@@ -168,7 +171,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         folder = Path(folder)
         self.base_tokenizer.save_files(folder)
         if self._replaces_template:
-            _replace_template(folder, self.chat_templates["default"].source)
+            replace_template(folder, self.chat_templates["default"].source)
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         """Encode ``text`` into token ids; see :meth:`HuggingFaceBaseTokenizer.encode`."""
@@ -222,7 +225,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         Raises:
             DataError: there is no template, it raises an error, or a turn cannot be located in its text.
         """
-        tokens, mask = self._tokenized(messages, end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
+        tokens, mask = self._tokenized(messages, adds_end_tokens(add_end_tokens, add_eos), max_seq_len, tools)
         return tokens.tolist(), list(map(bool, mask))
 
     def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,23 +324,29 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             return {"role": turn["role"], "content": self._control_tokens.hide(turn["content"])}
         return self._control_tokens.hide(turn)
 
-    def _open_text(self, turns: list[dict[str, Any]], tools: Sequence[Any] | None) -> str:
+    def _open_text(self, turns: list[Turn], tools: Sequence[Any] | None) -> str:
         """Render the conversation up to the point where the model continues."""
-        begun = ""
+        answer_start = ""
         if turns[-1]["role"] == "assistant":
-            begun = turns[-1]["content"]
+            answer_start = turns[-1]["content"]
             turns = turns[:-1]
         template = self._template(tools)
         text, _ = template.render(turns, add_generation_prompt=True, tools=tools)
+        may_omit = False
+        for turn in turns:
+            content = turn["content"]
+            is_plain = len(turn) == 2 and isinstance(content, str)  # a role and a text
+            if not is_plain or content.strip() not in text:
+                may_omit = True
         # To find what the template omits takes another rendering, which most prompts do not need.
-        if not all(_is_plainly_written(turn, text) for turn in turns):
+        if may_omit:
             finder = self._finder(template, text, turns, tools)
             self._omitted.add(finder.omitted(_omissible(template, turns)))
         self._omitted.add(_omitted_tools(tools, text))
-        return text + begun
+        return text + answer_start
 
     def _finished_text(
-        self, turns: list[dict[str, Any]], masked: list[bool], tools: Sequence[Any] | None
+        self, turns: list[Turn], masked: list[bool], tools: Sequence[Any] | None
     ) -> tuple[str, list[Span]]:
         """Render a finished conversation; return its text and the spans that are trained on."""
         template = self._template(tools)
@@ -359,7 +368,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self,
         index: int,
         messages: Sequence[Message],
-        turns: list[dict[str, Any]],
+        turns: list[Turn],
         tools: Sequence[Any] | None,
         spans: list[Span],
     ) -> list[Span]:
@@ -381,7 +390,8 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
                 f"turn {index} has parts with train: false, but the chat template does not write its text once and "
                 "unchanged, so that they cannot be located: take the whole turn out of training"
             )
-        position = text.index(written, first, end) - (len(content) - len(content.lstrip()))
+        num_stripped = len(content) - len(content.lstrip())
+        position = text.index(written, first, end) - num_stripped
         for part, part_text in zip(messages[index].content, texts, strict=True):
             part_end = position + len(part_text)
             if part.get("train") is False:
@@ -389,16 +399,14 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
             position = part_end
         return spans
 
-    def _find_spans_without_tools(self, turns: list[dict[str, Any]], masked: list[bool]) -> tuple[str, list[Span]]:
+    def _find_spans_without_tools(self, turns: list[Turn], masked: list[bool]) -> tuple[str, list[Span]]:
         """Return the result of :meth:`_finished_text` without tools, for :class:`LayoutCache`."""
         template = self._template(None)
         text, generated = template.render(turns)
         finder = self._finder(template, text, turns, None)
         return text, self._find_spans(finder, generated, masked, marks_generation=template.marks_generation)
 
-    def _finder(
-        self, template: ChatTemplate, text: str, turns: list[dict[str, Any]], tools: Sequence[Any] | None
-    ) -> TurnFinder:
+    def _finder(self, template: ChatTemplate, text: str, turns: list[Turn], tools: Sequence[Any] | None) -> TurnFinder:
         return TurnFinder(
             lambda part, prompt: template.render(part, add_generation_prompt=prompt, tools=tools)[0],
             turns,
@@ -449,6 +457,137 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         return start, len(text) - len(following) + len(token)
 
 
+class _Block(NamedTuple):
+    """Reasoning of a turn, which a mark stands for in the rendered conversation.
+
+    Attributes:
+        mark: the mark.
+        text: text that replaces the mark and ``num_before`` characters in front of it.
+        num_before: see ``text``.
+        output_start: position of the model's output, relative to the mark; None if the generation prompt differs from
+            the finished turn.
+    """
+
+    mark: str
+    text: str
+    num_before: int
+    output_start: int | None
+
+
+def earlier_reasoning(turns: Sequence[Turn]) -> list[int]:
+    """Return the assistant turns with reasoning before a later user turn; templates strip their reasoning."""
+    last_user = 0
+    for i, turn in enumerate(turns):
+        if turn["role"] == "user":
+            last_user = i
+    indices = []
+    for i, turn in enumerate(turns[:last_user]):
+        if turn["role"] != "assistant":
+            continue
+        has_field = any(turn.get(name) for name in REASONING_FIELDS)
+        if has_field or _REASONING_END in str(turn.get("content")):
+            indices.append(i)
+    return indices
+
+
+class KeptReasoning:
+    """Restores the reasoning of earlier turns in a rendered conversation, as the template writes it in a last turn.
+
+    Args:
+        render: (turns, add_generation_prompt) -> text.
+        turns: the conversation as the template's input.
+
+    Attributes:
+        turns: the conversation with marks instead of reasoning.
+
+    Raises:
+        DataError: the template omits reasoning from last turns, too, or rearranges the turns.
+    """
+
+    def __init__(self, render: Render, turns: Sequence[Turn]) -> None:
+        self.turns = list(turns)
+        self._blocks: list[_Block] = []
+        for index in earlier_reasoning(turns):
+            self._blocks.append(self._replace_reasoning(render, turns, index))
+
+    def _replace_reasoning(self, render: Render, turns: Sequence[Turn], index: int) -> _Block:
+        """Replace the reasoning of a turn by a mark, and return the text that the template would write for it."""
+        turn = turns[index]
+        mark = f"{_MARK_KEY}n{index}q"
+        thoughts, end, answer = turn["content"].rpartition(_REASONING_END)
+        answer = answer.lstrip("\n")
+        turn_without_reasoning = {name: value for name, value in turn.items() if name not in REASONING_FIELDS}
+        self.turns[index] = {**turn_without_reasoning, "content": mark + answer}
+
+        before = self.turns[:index]
+        marked_last_turn = {**turn, "content": f"{thoughts}{end}{mark}{answer}"}
+        # The text before the mark, with the turn as an earlier one without reasoning, and as the last one with it.
+        stripped, _, _ = render(self.turns, False).partition(mark)
+        written, _, tail = render([*before, marked_last_turn], False).partition(mark)
+        if written == stripped or not written.startswith(render(before, False)):
+            raise DataError(
+                f"reasoning=keep: the chat template writes no reasoning for turn {index} (assistant) even if it is the "
+                "last one: use reasoning=strip"
+            )
+        replaced = mark
+        if not answer:  # the mark makes the text non-empty, for which a template may write more: it goes with the mark
+            tail_without_mark = render([*before, turn], False)[len(written) :]
+            if tail.endswith(tail_without_mark):
+                replaced += tail.removesuffix(tail_without_mark)
+
+        # Only the text behind the first difference is replaced: it is what the reasoning changes.
+        num_same = common_prefix(stripped, written)
+        # Where the model's output begins, relative to the mark: the template may write a part of it for the prompt.
+        prompt = render(before, True)
+        output_start = None
+        if written.startswith(prompt):
+            output_start = len(prompt) - len(stripped)
+        return _Block(replaced, written[num_same:], len(stripped) - num_same, output_start)
+
+    def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
+        """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""
+        spans = list(spans)
+        # From the last mark to the first, so that a longer text does not move the marks that are still to come.
+        for block in reversed(self._blocks):
+            mark_start = text.index(block.mark)
+            start = mark_start - block.num_before
+            end = mark_start + len(block.mark)
+            text = text[:start] + block.text + text[end:]
+            num_added = len(block.text) - (end - start)
+            output_start = start
+            if block.output_start is not None:
+                output_start = mark_start + block.output_start
+            for i, (first, last) in enumerate(spans):
+                if first <= mark_start < last:  # the span of this turn
+                    first = output_start
+                elif first >= end:
+                    first += num_added
+                if last > mark_start:
+                    last += num_added
+                spans[i] = (first, last)
+        return text, spans
+
+
+def split_turns(messages: Sequence[Message], turns: Sequence[Turn]) -> list[list[Message]]:
+    """Return a conversation for each trained assistant turn, up to this turn; turns of earlier samples are masked.
+
+    A conversation without reasoning in earlier turns stays whole, because a template writes all its turns alike.
+    """
+    if not earlier_reasoning(turns):
+        return [list(messages)]
+    samples: list[list[Message]] = []
+    num_trained = 0  # turns that earlier samples contain
+    for i, message in enumerate(messages):
+        if message.role != "assistant" or message.masked:
+            continue
+        sample = [copy(earlier) for earlier in messages[: i + 1]]
+        for trained in sample[:num_trained]:
+            trained.masked = True
+        samples.append(sample)
+        num_trained = i + 1
+    return samples or [list(messages)]
+
+
 class OmittedTexts:
     """Kinds of texts that a chat template omitted."""
 
@@ -470,7 +609,7 @@ class OmittedTexts:
         return kinds
 
 
-def _omissible(template: ChatTemplate, turns: Sequence[Mapping[str, Any]]) -> set[int]:
+def _omissible(template: ChatTemplate, turns: Sequence[Turn]) -> set[int]:
     """Return the turns whose reasoning is omitted because a user turn follows; see ``reasoning``."""
     return {index for index in earlier_reasoning(turns) if template.writes_reasoning(turns[index])}
 
@@ -487,12 +626,6 @@ def _omitted_tools(tools: Sequence[Any] | None, text: str) -> list[str]:
         if isinstance(name, str) and name not in text:
             return ["tool definitions"]
     return []
-
-
-def _is_plainly_written(turn: Mapping[str, Any], text: str) -> bool:
-    """Return whether a turn has only a role and a text, and the text is in the rendered conversation."""
-    content = turn["content"]
-    return len(turn) == 2 and isinstance(content, str) and content.strip() in text
 
 
 def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
@@ -512,85 +645,11 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
         return turn
     if "tool_calls" in turn:  # of a message that was not made from a row
         turn["tool_calls"] = read_tool_calls(turn["tool_calls"] or [])
-    reasoning = next((turn[name] for name in REASONING_FIELDS if turn.get(name) is not None), None)
-    if reasoning is None:
-        return turn
-    # Templates read the first or the second field, so both are set.
-    return {**dict.fromkeys(REASONING_FIELDS[:2], reasoning), **turn}
-
-
-def _template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None) -> dict[str, str]:
-    """Return name -> source of the templates: the chosen template, files next to the tokenizer, or its config."""
-    if chosen is not None:
-        if not isinstance(chosen, str):
-            raise DataError(
-                f"chat_template is a {type(chosen).__name__}: give the path of a Jinja file or the text of a template."
-            )
-        is_text = "{" in chosen or "\n" in chosen
-        if not is_text and not os.path.isfile(os.path.expanduser(chosen)):  # False for a path that is too long, too
-            raise DataError(
-                f"There is no file {chosen!r:.200}: chat_template is the path of a Jinja file or the text of a "
-                "template; leave it out for the checkpoint's own."
-            )
-        if not is_text:
-            chosen = read_text(chosen, "chat template")
-        return {"default": chosen}
-    # From the oldest place to the newest, each of which replaces those before.
-    sources = _published_templates(folder / "tokenizer_config.json", config.get("chat_template"))
-    template_json = folder / "chat_template.json"
-    if template_json.is_file():
-        content = read_json(template_json, "chat template")
-        if "chat_template" in content:
-            sources = _published_templates(template_json, content["chat_template"])
-    if (folder / "chat_template.jinja").is_file():
-        sources["default"] = read_text(folder / "chat_template.jinja", "chat template")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        sources[path.stem] = read_text(path, "chat template")
-    return sources
-
-
-def _published_templates(file: Path, content: Any) -> dict[str, str]:
-    """Return name -> source of the ``chat_template`` of a JSON file: a text, texts by name, or named texts."""
-    if content is None:
-        return {}
-    if isinstance(content, str):
-        return {"default": content}
-    broken = DataError(
-        f"{file}: chat_template is neither a text nor a list of texts, each with name and template: download the "
-        "file again."
-    )
-    if isinstance(content, Mapping):
-        entries = list(content.items())
-    elif isinstance(content, list) and all(isinstance(entry, Mapping) for entry in content):
-        entries = [(entry.get("name"), entry.get("template")) for entry in content]
-    else:
-        raise broken
-    for name, source in entries:
-        if not isinstance(name, str) or not isinstance(source, str):
-            raise broken
-    return dict(entries)
-
-
-def _replace_template(folder: Path, source: str) -> None:
-    """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
-    # A template that stayed in another place would be read instead of this one.
-    additional = folder / "additional_chat_templates"
-    candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]
-    template_files = [path for path in candidates if path.is_file()]
-    for path in template_files:
-        path.unlink()
-    if additional.is_dir():
-        additional.rmdir()
-    config_path = folder / "tokenizer_config.json"
-    config = {}
-    if config_path.is_file():
-        config = read_json(config_path, config_path.name)
-    config.pop("chat_template", None)
-    if template_files:
-        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
-    else:
-        config["chat_template"] = source
-    write_json(config_path, config)
+    for name in REASONING_FIELDS:
+        if turn.get(name) is not None:
+            # Templates read the first or the second field, so both are set.
+            return {**dict.fromkeys(REASONING_FIELDS[:2], turn[name]), **turn}
+    return turn
 
 
 def hf_tokenizer(

@@ -18,13 +18,6 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 _ADDED_TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def _content(token: Any) -> str | None:
-    """Return the text of a special token, given as a string or as ``{"content": text, ...}``."""
-    if isinstance(token, Mapping):
-        return token.get("content")
-    return token
-
-
 def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the named special tokens of a ``tokenizer_config.json``, for example ``{"bos_token": "<s>"}``."""
     tokens = {name: config.get(name) for name in NAMED_TOKENS}
@@ -33,7 +26,9 @@ def named_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         tokens |= extra
     named = {}
     for name, token in tokens.items():
-        text = _content(token)
+        text = token
+        if isinstance(token, Mapping):  # {"content": text, ...}
+            text = token.get("content")
         if text:
             named[name] = text
     return named
@@ -122,7 +117,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
             hidden_tokens = list(self.special_tokens)
         self.control_tokens = ControlTokens(hidden_tokens)
         self.encoder = ControlTokenEncoder(self.tokenizer, self.control_tokens)
-        self.adds_bos = self._begins_with_bos()
+        adds_bos = self.config.get("add_bos_token")
+        if not isinstance(adds_bos, bool):  # not configured: as the post-processor of tokenizer.json does
+            adds_bos = self.tokenizer.encode("a").ids[:1] == [self.bos_id]
+        self.adds_bos = adds_bos and self.bos_id is not None
         self.end_ids = self._published_end()
 
     def save_files(self, folder: str | Path) -> None:
@@ -224,16 +222,6 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         if not ids:
             return None
         return ids[0]
-
-    def _begins_with_bos(self) -> bool:
-        """Return whether texts begin with the BOS token: as the config says or, if it does not, the post-processor."""
-        if self.bos_id is None:
-            return False
-        adds_bos = self.config.get("add_bos_token")
-        if isinstance(adds_bos, bool):
-            return adds_bos
-        first_ids = self.tokenizer.encode("a").ids[:1]  # with the post-processor's tokens
-        return first_ids == [self.bos_id]
 
     def _published_end(self) -> list[int]:
         """Return the tokens that the post-processor of ``tokenizer.json``, or ``add_eos_token``, puts behind a text."""

@@ -1,8 +1,9 @@
-"""Tokenizer protocols, and the transform and checks that tokenizers share."""
+"""Tokenizer protocols, and the transform, checks and patterns that tokenizers share."""
 
 import logging
+import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -124,6 +125,13 @@ def check_text(text: Any) -> None:
         raise DataError(f"encode takes one text, not {type(text).__name__}: call it once for each text")
 
 
+def any_text_pattern(texts: Iterable[str]) -> str:
+    """Return a regular expression that matches each of the texts; without any, it matches nothing."""
+    # A regular expression takes the first alternative that matches, so that <|im| must not come before <|im_end|>.
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or "(?!)"
+
+
 def row_of(sample: Any) -> dict[str, Any]:
     """Return a copy of a sample; raise :class:`DataError` if it is not a mapping."""
     if isinstance(sample, str):
@@ -186,7 +194,13 @@ def tool_options(tokenizer: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
     return {}
 
 
-def end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
+def chat_template_text(tokenizer: Any) -> str:
+    """Return the sources of a tokenizer's chat templates as one text; empty for a tokenizer without templates."""
+    chat_templates = getattr(tokenizer, "chat_templates", {})  # only tokenizers with templates have it
+    return "".join(template.source for template in chat_templates.values())
+
+
+def adds_end_tokens(add_end_tokens: bool, add_eos: bool | None) -> bool:
     """Return ``add_end_tokens``, or the deprecated ``add_eos`` with a warning if it is set."""
     if add_eos is None:
         return add_end_tokens

@@ -6,12 +6,10 @@ from copy import copy
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from sentencepiece import SentencePieceProcessor
-
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, as_messages
 from torchtune.tokenizers._chat_layouts import Row, TurnsTokenizer, tokenize_messages_no_special_tokens
 from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, existing_file
-from torchtune.tokenizers._protocols import BaseTokenizer, check_text, end_tokens
+from torchtune.tokenizers._protocols import BaseTokenizer, adds_end_tokens, any_text_pattern, check_text
 
 WHITESPACE_CHARS = [" ", "\n", "\t", "\r", "\v"]
 
@@ -31,6 +29,8 @@ class SentencePieceBaseTokenizer(SavesPublishedFiles, BaseTokenizer):
     """
 
     def __init__(self, path: str) -> None:
+        from sentencepiece import SentencePieceProcessor  # here, because other layouts import this module as well
+
         self.published = PublishedFiles(path)
         file = existing_file(path, "tokenizer file")
         self.spm_model = SentencePieceProcessor()
@@ -165,7 +165,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         messages = as_messages(messages)
         if any(message.extra.get("tool_calls") for message in messages):
             raise DataError(f"{type(self).__name__} has no layout for tool_calls.")
-        closed = end_tokens(add_end_tokens, add_eos)
+        closed = adds_end_tokens(add_end_tokens, add_eos)
         messages = [self._without_control(message) for message in messages]
         if self.prompt_template is not None:
             messages = self.prompt_template(messages, inference=not closed)
@@ -207,6 +207,5 @@ def _split_control_texts(text: str, control_texts: tuple[str, ...]) -> list[str]
     """Split ``text`` after the first character of each control text, so that no piece has one."""
     if not control_texts:
         return [text]
-    any_control_text = "|".join(map(re.escape, control_texts))
-    cuts = [match.start() + 1 for match in re.finditer(any_control_text, text)]
+    cuts = [match.start() + 1 for match in re.finditer(any_text_pattern(control_texts), text)]
     return [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torchtune.data import REASONING_FIELDS, DataError
+from torchtune.tokenizers._protocols import any_text_pattern
 
 Turn = Mapping[str, Any]
 Span = tuple[int, int]
@@ -224,7 +225,7 @@ class Marker:
         return MarkedTurn(marked, calls, text, reasoning)
 
 
-def _common_prefix(left: str, right: str) -> int:
+def common_prefix(left: str, right: str) -> int:
     """Return the length of the common prefix, by binary search: comparing slices is faster than a Python loop."""
     low = 0
     high = min(len(left), len(right))
@@ -268,8 +269,7 @@ class TurnFinder:
         self.text = text
         self.stops = tuple(stops)
         self.answer_ends = (*stops, *answer_ends)
-        longest_first = sorted({*special, *stops}, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special = re.compile(any_text_pattern({*special, *stops}))
         # Offsets by kind of passage.
         self._start_offsets: dict[Any, int] = {}
         self._end_offsets: dict[Any, int] = {}
@@ -337,8 +337,11 @@ class TurnFinder:
             if spans:  # behind the text of another turn, no generation prompt shows where the model goes on
                 start = self._spans[first_text][0]
             # The end-of-turn token may be missing where the assistant continues, in this turn or the next.
-            is_last_run = (first_text, last_text) == text_runs[-1]
-            continues = not is_last_run or self._is_followed_by_assistant(last_text)
+            continues = (first_text, last_text) != text_runs[-1]
+            next_rank = self._rank[last_text] + 1
+            if next_rank < len(self._order):
+                next_turn = self._turn_of_number[self._order[next_rank]]
+                continues = continues or self.messages[next_turn]["role"] == "assistant"
             spans.append((start, self._end(index, start, last_text, continues=continues)))
         if all(start >= end for start, end in spans):
             raise DataError(
@@ -420,10 +423,16 @@ class TurnFinder:
         first, last = inner_span(content)
         before = self.text[max(0, start - first) : start]
         reversed_opening = content[:first][::-1]
-        start -= _common_prefix(reversed_opening, before[::-1])  # the common end of both
+        start -= common_prefix(reversed_opening, before[::-1])  # the common end of both
         closing = content[last:]
-        end += _common_prefix(closing, self.text[end : end + len(closing)])
-        return start, self._stop_after(end) or end
+        end += common_prefix(closing, self.text[end : end + len(closing)])
+        # An end-of-turn token after the text belongs to the turn.
+        passage = self.text[end : self._next_text_start(end, None)]
+        following = passage.lstrip()
+        token = self._special.match(following)
+        if token is not None and token[0] in self.stops:
+            end += len(passage) - len(following) + token.end()
+        return start, end
 
     def _not_located(self, index: int) -> DataError:
         """Return the error for a turn whose part of the rendered conversation cannot be told."""
@@ -450,14 +459,6 @@ class TurnFinder:
             else:
                 text_runs.append((number, number))
         return text_runs
-
-    def _is_followed_by_assistant(self, number: int) -> bool:
-        """Return whether the next marked text after text ``number`` belongs to a turn of the assistant."""
-        next_rank = self._rank[number] + 1
-        if next_rank == len(self._order):
-            return False
-        next_turn = self._turn_of_number[self._order[next_rank]]
-        return self.messages[next_turn]["role"] == "assistant"
 
     def _text_before(self, index: int) -> int | None:
         """Return the number of the last text before turn ``index`` that belongs to an earlier turn."""
@@ -538,7 +539,7 @@ class TurnFinder:
         header = self._header
         prompt = self._tail(self._rendered(self._turns[:index], True), before)
         if prompt is not None:
-            num_shared = _common_prefix(prompt, self.text[base : base + len(prompt)])
+            num_shared = common_prefix(prompt, self.text[base : base + len(prompt)])
             if num_shared == len(prompt):
                 start = base + num_shared
                 # The generation prompt of some templates has no header, which the model then generates itself.
@@ -588,7 +589,7 @@ class TurnFinder:
         for finished in (turns[:2], turns):
             tail = self._tail(self._rendered(finished, False), 1)
             if tail is not None and tail.startswith(without_prompt):
-                num_shared = _common_prefix(header, tail[len(without_prompt) :])
+                num_shared = common_prefix(header, tail[len(without_prompt) :])
                 if num_shared < len(header):
                     header = _whole_words(header[:num_shared])
         return header
@@ -661,7 +662,7 @@ class TurnFinder:
 
     def _find_closing(self, index: int, passage: str, other: str, *, continues: bool) -> int:
         """Return the end of the end-of-turn token in ``passage``, from a comparison with another continuation."""
-        num_shared = _common_prefix(passage, other)
+        num_shared = common_prefix(passage, other)
         # Do not cut a special token in two.
         for text in (passage, other):
             for token in self._special.finditer(text):
@@ -674,9 +675,9 @@ class TurnFinder:
                 last_token = token[0]
         if last_token in self.answer_ends:
             return len(shared)
-        stop_end = self._last_stop(passage, shared)
-        if stop_end is not None:
-            return stop_end
+        for token in reversed(list(self._special.finditer(shared))):
+            if token[0] in self.stops and not self._begins_with_header(passage[token.end() :]):
+                return token.end()
         following = passage[num_shared:].lstrip()
         other_following = other[num_shared:].lstrip()
         next_token = self._special.match(following)
@@ -703,23 +704,6 @@ class TurnFinder:
         """Return whether the assistant continues after a token: its header follows."""
         header = self._header.strip()
         return bool(header) and text.lstrip().startswith(header)
-
-    def _last_stop(self, passage: str, shared: str) -> int | None:
-        """Return the end of the last end-of-turn token in ``shared``, a prefix of ``passage``, that ends the turn."""
-        ends = [token.end() for token in self._special.finditer(shared) if token[0] in self.stops]
-        for end in reversed(ends):
-            if not self._begins_with_header(passage[end:]):
-                return end
-        return None
-
-    def _stop_after(self, position: int) -> int | None:
-        """Return the end of an end-of-turn token at ``position``, after optional white space."""
-        passage = self.text[position : self._next_text_start(position, None)]
-        following = passage.lstrip()
-        token = self._special.match(following)
-        if token is None or token[0] not in self.stops:
-            return None
-        return position + len(passage) - len(following) + token.end()
 
 
 def first_special(text: str, special: Sequence[str]) -> str | None:
@@ -779,7 +763,7 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
 
 _MAX_LAYOUTS = 4096
 # (turns, masked) -> rendered text and its trained spans
-FindSpans = Callable[[list[dict[str, Any]], list[bool]], tuple[str, list[Span]]]
+FindSpans = Callable[[list[Turn], list[bool]], tuple[str, list[Span]]]
 _PLACEHOLDER = re.compile("(Text\ue010\\d+\ue011)")
 # Position in a layout: (number of turn texts that end before it, layout characters before it).
 _Position = tuple[int, int]
@@ -816,7 +800,7 @@ class LayoutCache:
         """Return an empty list: the template determines the cache."""
         return []
 
-    def spans(self, text: str, turns: Sequence[Mapping[str, Any]], masked: Sequence[bool]) -> list[Span] | None:
+    def spans(self, text: str, turns: Sequence[Turn], masked: Sequence[bool]) -> list[Span] | None:
         """Return (start, end) of the trained spans of ``text``, the rendered ``turns``; None if not known."""
         contents = []
         for turn in turns:

@@ -64,7 +64,8 @@ class OlderRecipe(FTRecipeInterface):
         self.dp_degree, self.dp_rank = 1, 0
         if self.parallel_dims.dp_enabled:
             dp_mesh = self.world_mesh["dp"]
-            self.dp_degree, self.dp_rank = dp_mesh.size(), dp_mesh.get_local_rank()
+            self.dp_degree = dp_mesh.size()
+            self.dp_rank = dp_mesh.get_local_rank()
         self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
         self.epochs_run, self.global_step, self._skip_batches = 0, 0, 0
         self.total_epochs = cfg.epochs
@@ -177,7 +178,8 @@ class OlderRecipe(FTRecipeInterface):
             torch.distributed.tensor.parallel.parallelize_module(model, self.world_mesh["tp"], parallelize_plan=plan)
         if cfg.enable_activation_checkpointing:
             training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
-        load, lora_sd = model.load_state_dict, checkpoint_dict.get(training.ADAPTER_KEY)
+        load = model.load_state_dict
+        lora_sd = checkpoint_dict.get(training.ADAPTER_KEY)
         if self._is_distributed:
             if self.parallel_dims.dp_shard_enabled or self.parallel_dims.cp_enabled:
                 conditions = partial(

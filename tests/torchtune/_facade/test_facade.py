@@ -121,7 +121,8 @@ def test_saved_adapters_and_models_have_the_logits_of_the_model(base, adapter, t
 
 def test_generate_returns_the_tokens_of_transformers(base, monkeypatch, caplog):
     model, tokenizer = torchtune.load(base, **FP32)
-    reference, reference_tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    reference = AutoModelForCausalLM.from_pretrained(base)
+    reference_tokenizer = AutoTokenizer.from_pretrained(base)
 
     def expected(ids):
         generated = reference.generate(

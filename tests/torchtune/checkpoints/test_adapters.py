@@ -257,7 +257,8 @@ def test_adapter_that_does_not_fit_is_refused(conversion, words, adapted):
 def test_cut_or_foreign_adapter_is_refused(adapted):
     conversion = LoRA(4, 8, attn_modules=["q_proj"])
     path = adapted / "adapter_model.safetensors"
-    file_bytes, tensors = path.read_bytes(), load_file(path)
+    file_bytes = path.read_bytes()
+    tensors = load_file(path)
     path.write_bytes(file_bytes[: len(file_bytes) // 2])
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors .* is not a whole safetensors file"):
         load(adapted, conversion)

@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -118,7 +119,9 @@ def test_turn_ends_that_were_trained_end_a_generation(published, eos, base, tmp_
 class Words:
     """A tokenizer of a user's own, which cannot write its files."""
 
-    vocab_size, max_seq_len, special_tokens = 320, None, {}
+    vocab_size = 320
+    max_seq_len = None
+    special_tokens: ClassVar[dict[str, int]] = {}
 
 
 class Broken(Words):

@@ -65,7 +65,8 @@ def same_as_alone(how: str, shape: str, adapter: str, **options: Any) -> Callabl
     """Load and save sharded: the values and the files of one process."""
 
     def case(folder: Path) -> None:
-        source, alone = folder / shape, folder / f"{shape} {adapter} {sorted(options)}"
+        source = folder / shape
+        alone = folder / f"{shape} {adapter} {sorted(options)}"
         model = ranks.shard(build(source, *conversions(adapter, shape)), how, own_device())
         store = FullModelHFCheckpointer(source, output_dir=folder / f"{case.__name__} {dist.get_world_size()}")
         torch.manual_seed(4 + dist.get_rank())  # ranks draw as rank 0 does

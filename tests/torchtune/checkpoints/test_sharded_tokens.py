@@ -36,7 +36,8 @@ CASES = [
 def tokens() -> torch.Tensor:
     """[2, 25] ids, old and new ones in both rows."""
     ids = torch.randint(3, OLD, (2, 25), generator=torch.Generator().manual_seed(2))
-    ids[:, 3], ids[:, 20] = OLD, OLD + 1
+    ids[:, 3] = OLD
+    ids[:, 20] = OLD + 1
     return ids
 
 

@@ -242,7 +242,8 @@ def test_adapter_of_the_text_decoder_is_exchanged_with_peft(name, tmp_path):
     assert (logits(peft_model) - expected).abs().max() <= 1e-4
 
     # Read back: peft's file of the composite model, and one with the names of the text model.
-    peft_folder, text = tmp_path / "theirs", tmp_path / "text"
+    peft_folder = tmp_path / "theirs"
+    text = tmp_path / "text"
     peft_model.save_pretrained(peft_folder)
     shutil.copytree(peft_folder, text)
     tensors = load_file(peft_folder / "adapter_model.safetensors")

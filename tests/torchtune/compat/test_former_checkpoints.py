@@ -33,7 +33,8 @@ def on_meta(builder=llama3, *args, **options):
 
 
 def test_meta_model_is_materialized_from_a_full_state_dict():
-    source, target = llama3(**NUMBERS), on_meta()
+    source = llama3(**NUMBERS)
+    target = on_meta()
     state = dict(source.state_dict())
     load_result = training.load_from_full_model_state_dict(target, state, CPU, strict=True)
     assert (load_result.missing_keys, load_result.unexpected_keys) == ([], [])

@@ -323,7 +323,8 @@ def test_canvases_of_partial_tiles_are_refused_where_they_are_used():
 
 
 def test_helpers_find_and_copy_the_files_of_a_checkpoint(tmp_path):
-    checkpoint, output = tmp_path / "checkpoint", tmp_path / "out"
+    checkpoint = tmp_path / "checkpoint"
+    output = tmp_path / "out"
     (checkpoint / ".cache").mkdir(parents=True)
     for name in ("config.json", "model-1.safetensors", "model-2.safetensors", ".cache/secret"):
         (checkpoint / name).write_text(name)

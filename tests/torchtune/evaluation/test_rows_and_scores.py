@@ -9,7 +9,8 @@ from torchtune.evaluation._score_answers import scored_text, tool_format_of
 from torchtune.generation import GenerationError
 from torchtune.utils import UserError
 
-USER, ASSISTANT = {"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}
+USER = {"role": "user", "content": "2 + 2"}
+ASSISTANT = {"role": "assistant", "content": "4"}
 SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "4"}]
 
 

@@ -22,7 +22,7 @@ from torchtune.generation import (
     generate_tokens,
     stream_tokens,
 )
-from torchtune.generation._static_step import StaticStep
+from torchtune.generation._continuous_batch import StaticStep
 from torchtune.models import Description, build, from_hf_config
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.conversion import apply_conversions

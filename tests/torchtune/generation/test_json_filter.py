@@ -167,6 +167,11 @@ def test_all_keywords_of_a_value_hold(schema, valid, invalid):
         ({"properties": {"a": {}}, "additionalProperties": True}, "set it to false"),
         ({"$ref": "#/$defs/a"}, "the schema has no #/\\$defs/a"),
         ({"$ref": "https://example.com"}, "it must begin with #"),
+        (
+            {"items": {"$ref": "#name"}, "$defs": {"X": {"$anchor": "name", "type": "null"}}},
+            r'#/items/\$ref is "#name": it names an anchor, which is not supported',
+        ),
+        ({"$ref": "#name/$defs/X", "$defs": {"X": {"type": "null"}}}, "names an anchor, which is not supported"),
         ({"$ref": "#"}, "refers to itself without a value between"),
         ({"anyOf": [{"type": "null"}, {"$ref": "#"}]}, "refers to itself without a value between"),
         ({"enum": []}, "# allows no value"),

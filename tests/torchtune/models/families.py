@@ -455,7 +455,8 @@ _MISTRAL_7B = _sizes(32_000, 4096, 14_336, 32, 32, 8, 32_768, 1e-5, 10_000.0)
 
 
 def _qwen2(width: int, ffn: int, layers: int, heads: int, kv: int, *, long: bool = False, eps: float = 1e-6) -> Config:
-    tied, vocab = width <= 2048, 151_936 if width <= 2048 else 152_064
+    tied = width <= 2048
+    vocab = 151_936 if width <= 2048 else 152_064
     length = 131_072 if long else 32_768
     return _of("Qwen2", _sizes(vocab, width, ffn, layers, heads, kv, length, eps, 1e6), tied)
 

@@ -119,7 +119,8 @@ def qwen_whole(truth: Callable[..., Pieces]) -> Callable[..., Pieces]:
     """Whole turns; answers of tools in a row share one."""
 
     def whole(turns: Turns) -> Pieces:
-        pieces, current = [], ""
+        pieces = []
+        current = ""
         for text, _ in truth(turns):
             current += text
             if current.endswith("<|im_end|>\n"):

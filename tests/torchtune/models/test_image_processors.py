@@ -69,7 +69,8 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 def qwen(settings):
     processor = QwenImageProcessor.from_config(settings, {})
-    side, limits = 2 * processor.patch_size, settings["size"].values()
+    side = 2 * processor.patch_size
+    limits = settings["size"].values()
     return processor, side, limits, lambda height, width: smart_resize(height, width, side, *limits)
 
 
@@ -176,7 +177,9 @@ class _Shaped:
 
 @pytest.mark.parametrize("name", TILED)
 def test_plan_of_tiles_is_that_of_transformers(name, monkeypatch):
-    processor, hf_processor, sized = tiled(name), theirs_of(name), {}
+    processor = tiled(name)
+    hf_processor = theirs_of(name)
+    sized = {}
     base = SmolVLMImageProcessorPil.__mro__[1]
     monkeypatch.setattr(base, "resize", lambda self, image, size, **_: _Shaped(size.height, size.width))
     for height, width in sizes(processor.tile, processor.tile**2, processor.longest**2):
@@ -190,13 +193,15 @@ def test_plan_of_tiles_is_that_of_transformers(name, monkeypatch):
 
 @pytest.mark.parametrize("size", [(37, 50), (16, 16), (9, 200), (300, 20)])
 def test_patches_and_text_of_tiles_are_those_of_transformers(size):
-    image, processor = picture(*size), tiled("small")
+    image = picture(*size)
+    processor = tiled("small")
     wanted = theirs_of("small")([image], return_tensors="np")
     plan = processor.plan(size)
     assert len(wanted["pixel_values"][0]) == len(plan.grids)
     patches_found = squares(patches_by(processor, image), 4).numpy()
     assert np.abs(patches_found - wanted["pixel_values"][0]).max() * 0.5 <= 2 / 255
-    rows, columns = wanted["rows"][0][0], wanted["cols"][0][0]
+    rows = wanted["rows"][0][0]
+    columns = wanted["cols"][0][0]
     marks = ("<fake_token_around_image>", "<image>", "<global-img>")
     assert processor.layout(plan) == get_image_prompt_string(rows, columns, 4, *marks)
 
@@ -212,7 +217,8 @@ def test_patches_of_pixtral_are_those_of_transformers(size):
     plan = processor.plan(size)
     patches_found = pixels_of(patches_by(processor, image), *plan.grids[0][1:]).numpy()
     assert np.abs(patches_found - wanted).max() * min(processor.std) <= 2 / 255
-    rows, columns = plan.height // 8, plan.width // 8
+    rows = plan.height // 8
+    columns = plan.width // 8
     text = processor.layout(plan)
     assert text == ("[IMG]" * columns + "[IMG_BREAK]") * (rows - 1) + "[IMG]" * columns + "[IMG_END]"
 
@@ -249,10 +255,12 @@ def import_rules(monkeypatch):
 @pytest.mark.parametrize("name", LLAMA)
 def test_canvas_of_llama_is_that_of_transformers(name, import_rules):
     theirs_of_llama = import_rules("transformers.models.llama4.image_processing_llama4")
-    processor, config = llama(name), LLAMA[name][0]
+    processor = llama(name)
+    config = LLAMA[name][0]
     size = SizeDict(**config["size"])
     canvases = torch.tensor(theirs_of_llama.find_supported_resolutions.__wrapped__(config["max_patches"], size))
-    patches_found, tile = set(), processor.tile
+    patches_found = set()
+    tile = processor.tile
     for height, width in sizes(tile, tile**2, 16 * tile**2):
         wanted = theirs_of_llama.get_best_fit((height, width), canvases).tolist()
         plan = processor.plan((width, height))
@@ -263,11 +271,13 @@ def test_canvas_of_llama_is_that_of_transformers(name, import_rules):
 
 @pytest.mark.parametrize("size", [(37, 50), (16, 16), (9, 200), (300, 20), (5, 7)])
 def test_tiles_and_text_of_llama(size):
-    image, processor = picture(*size), llama("small")
+    image = picture(*size)
+    processor = llama("small")
     half = [0.5] * 3
     tiles = CLIPImageTransform(tile_size=16, max_num_tiles=4, image_mean=half, image_std=half, dtype=torch.float32)
     wanted = tiles({"image": image})
-    (rows, columns), plan = wanted["aspect_ratio"].tolist(), processor.plan(size)
+    rows, columns = wanted["aspect_ratio"].tolist()
+    plan = processor.plan(size)
     patches_found = squares(patches_by(processor, image), 4)
     count = rows * columns
     assert len(patches_found) == len(plan.grids) == count + (count > 1)
@@ -355,7 +365,8 @@ def test_patches_of_gemma_are_those_of_transformers(size):
     images = [picture(*size, seed=seed) for seed in range(2)]
     wanted = Gemma4ImageProcessorPil(max_soft_tokens=70)(images, return_tensors="np")
     processor = GemmaImageProcessor.from_config({"max_soft_tokens": 70}, {})
-    plan, patches_found = processor.plan(size), patches_by(processor, images[0]).numpy()
+    plan = processor.plan(size)
+    patches_found = patches_by(processor, images[0]).numpy()
     assert plan.tokens == wanted["num_soft_tokens_per_image"][0]
     columns = plan.grids[0][2]
     row, column = patch_places(plan.grids, 3)[:2]
@@ -369,8 +380,10 @@ def test_patches_of_gemma_are_those_of_transformers(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_patches_of_a_token_are_merged_as_by_transformers(size, import_rules):
     rules = import_rules("transformers.models.gemma4_unified.image_processing_gemma4_unified")
-    image, processor = picture(*size), GemmaUnifiedImageProcessor.from_config({"max_soft_tokens": 70}, {})
-    plan, patches_found = processor.plan(size), patches_by(processor, image)
+    image = picture(*size)
+    processor = GemmaUnifiedImageProcessor.from_config({"max_soft_tokens": 70}, {})
+    plan = processor.plan(size)
+    patches_found = patches_by(processor, image)
     small = Gemma4ImageProcessorPil(max_soft_tokens=70)([image], return_tensors="pt")
     patches, places = (small[name][:, : plan.tokens * 9] for name in ("pixel_values", "image_position_ids"))
     wanted, positions_found = rules.patches_merge(patches, places, plan.tokens)

@@ -86,7 +86,8 @@ def fitting(model, row):
     tokens, sizes = row
     if model.spec.name not in ("smolvlm", "idefics3", "llama4_vl"):
         return row
-    new_tokens, waiting_sizes = [], list(sizes)
+    new_tokens = []
+    waiting_sizes = list(sizes)
     while tokens:
         count = waiting_sizes[0][1] * waiting_sizes.pop(0)[2] if tokens[0] == IMAGE else 1
         new_tokens += [IMAGE] * 4 if tokens[0] == IMAGE else tokens[:1]
@@ -105,7 +106,8 @@ def logits_of_transformers(hf_model, model, tokens, sizes):
 
 def test_positions_after_an_image_that_follows_another():
     """The rule of ``transformers`` image by image: it needs text between images."""
-    tokens, grids = ADJACENT[0], ((1, 2, 4), (1, 6, 4))
+    tokens = ADJACENT[0]
+    grids = ((1, 2, 4), (1, 6, 4))
     first = grid_positions(tokens[:4], [IMAGE], grids[:1], 2)
     assert first.tolist() == [[0, 1, 2, 2], [0, 1, 2, 2], [0, 1, 2, 3]]
     positions = grid_positions(tokens, [IMAGE], grids, 2)

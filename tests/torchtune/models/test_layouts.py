@@ -119,9 +119,11 @@ def test_long_row_is_cut_and_its_new_end_is_masked(row, ours):
     tokens, mask = ours.tokenize_messages(messages)
     for ours.max_seq_len in (1, 4, len(tokens) - 7):
         length = ours.max_seq_len
-        cut, cut_mask = tokens[:length], mask[:length]
+        cut = tokens[:length]
+        cut_mask = mask[:length]
         if row.case.name != "gemma":  # whose template has no end of the sequence
-            cut[-1], cut_mask[-1] = ours.eos_id, True
+            cut[-1] = ours.eos_id
+            cut_mask[-1] = True
         ours.truncation_type = "right"
         assert ours.tokenize_messages(messages) == (cut, cut_mask)
         ours.truncation_type = "left"

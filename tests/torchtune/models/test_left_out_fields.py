@@ -313,7 +313,8 @@ def test_a_field_left_out_has_the_value_that_transformers_gives_it(name, monkeyp
         **_filled(architecture, {**_SIZES, **extra_fields}).to_dict(),
         **{k: v for k, v in extra_fields.items() if v is None},
     }
-    asked, take = set(), Fields.take
+    asked = set()
+    take = Fields.take
     monkeypatch.setattr(Fields, "take", lambda fields, key, *default: asked.add(key) or take(fields, key, *default))
     compared = {_read(architecture, newer)}
     monkeypatch.undo()

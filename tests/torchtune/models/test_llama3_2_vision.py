@@ -88,7 +88,8 @@ def test_text_alone_skips_the_encoder_and_cross_attention(folder, theirs):
 
 def test_decoding_with_caches_is_decoding_without(folder):
     model = ours(folder)
-    image_inputs, tokens = images([(2, 1)]), torch.tensor([[1, IMG, 5, 9]])
+    image_inputs = images([(2, 1)])
+    tokens = torch.tensor([[1, IMG, 5, 9]])
     expected = tokens
     with torch.no_grad():
         for _ in range(4):
@@ -96,12 +97,10 @@ def test_decoding_with_caches_is_decoding_without(folder):
             logits = model(expected, encoder_input=image_inputs, encoder_mask=mask)
             expected = torch.cat([expected, logits[:, -1:].argmax(-1)], dim=1)
         model.setup_caches(1, torch.float32, decoder_max_seq_len=8)
-        causal, generated, start, first_inputs = (
-            torch.ones(8, 8, dtype=torch.bool).tril(),
-            tokens,
-            0,
-            {"encoder_input": image_inputs},
-        )
+        causal = torch.ones(8, 8, dtype=torch.bool).tril()
+        generated = tokens
+        start = 0
+        first_inputs = {"encoder_input": image_inputs}
         for _ in range(4):
             positions = torch.arange(start, generated.shape[1])
             seen = sees(generated, image_inputs["aspect_ratio"])[:, start:]
@@ -112,7 +111,8 @@ def test_decoding_with_caches_is_decoding_without(folder):
                 encoder_mask=seen,
                 **first_inputs,
             )
-            start, first_inputs = generated.shape[1], {}
+            start = generated.shape[1]
+            first_inputs = {}
             generated = torch.cat([generated, logits[:, -1:].argmax(-1)], dim=1)
     assert generated.tolist() == expected.tolist()
     model.reset_caches()

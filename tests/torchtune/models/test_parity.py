@@ -24,7 +24,8 @@ TOKENS = torch.randint(1, 97, (2, 50), generator=torch.Generator().manual_seed(1
 
 def test_logits_and_loss_equal_in_float32(pair):
     with torch.no_grad():
-        logits, reference_logits = pair.model(TOKENS), pair.hf(TOKENS).logits
+        logits = pair.model(TOKENS)
+        reference_logits = pair.hf(TOKENS).logits
         hidden = pair.model(TOKENS, output="hidden")
         loss, _ = setup_loss(LinearCrossEntropyLoss(), pair.model).sum_and_count(hidden, TOKENS, pair.model.output)
     assert logits.dtype == torch.float32

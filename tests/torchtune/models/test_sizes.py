@@ -86,7 +86,8 @@ def test_named_size_has_the_names_and_shapes_of_transformers(family, name):
 
 @pytest.mark.parametrize(("family", "name"), SIZES)
 def test_every_number_is_the_published_one(family, name):
-    description, spec = _sizes(family)[name], _module(family).SPEC
+    description = _sizes(family)[name]
+    spec = _module(family).SPEC
     if name in COUNTED:
         published = _sizes(family)[COUNTED[name][1]]
         assert replace(description, **{field: getattr(published, field) for field in DIMENSIONS}) == published

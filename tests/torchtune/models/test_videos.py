@@ -75,7 +75,8 @@ def part(frames, fps=2.0) -> dict:
 @pytest.mark.parametrize("model", [{}, OLD], ids=["timestamps", "positions"])
 def test_plan_is_that_of_transformers(model):
     processor = QwenImageProcessor.from_config({**PROCESSOR, "video_processor": OF_VIDEOS}, model)
-    rng, refused = random.Random(0), 0
+    rng = random.Random(0)
+    refused = 0
     for _ in range(5000):
         height, width = (int(2 ** rng.uniform(0, 9)) for _ in "hw")
         count = rng.randrange(2, 14)
@@ -114,7 +115,8 @@ def test_patches_are_those_of_transformers(count):
 
 def inputs_of_row(theirs, row, fps) -> dict:
     """What ``transformers`` takes for a row with images and videos."""
-    tokens, images = torch.tensor([row["tokens"]]), row["encoder_input"]["images"]
+    tokens = torch.tensor([row["tokens"]])
+    images = row["encoder_input"]["images"]
     inputs = {"input_ids": tokens}
     parts = images.patches.split([t * h * w for t, h, w in images.grids])
     for videos in (False, True):
@@ -187,7 +189,8 @@ def test_answers_about_videos_are_those_of_transformers(theirs, folder):
                 images = images_of_row(row, torch.device("cpu"))
                 assert list(stream(model.eval(), torch.tensor(row["tokens"]), **options, **images)) == answer
     images = [{"encoder_input": row["encoder_input"]} for row in rows]
-    prompts, limits = [row["tokens"] for row in rows], [6, 2, 4]
+    prompts = [row["tokens"] for row in rows]
+    limits = [6, 2, 4]
     together = generate_tokens(model, prompts, max_new_tokens=limits, temperature=0.0, images=images, max_sequences=2)
     assert [tokens.tolist() for tokens in together.tokens] == [a[:n] for a, n in zip(wanted, limits, strict=True)]
 
@@ -219,7 +222,8 @@ def written(one, grid, kind) -> str:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """A file of rows with videos, images and text."""
-    folder, lines = tmp_path_factory.mktemp("rows"), []
+    folder = tmp_path_factory.mktemp("rows")
+    lines = []
     for i in range(6):
         names = []
         for number, frame in enumerate(video(2 + i, seed=i)):

@@ -99,14 +99,16 @@ def test_tied_output_is_not_written_and_a_copy_is_accepted():
 
 
 def test_untied_model_refuses_a_tied_checkpoint():
-    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    weight_map = get_spec("llama3").weight_map("hf")
+    description = _description()
     names = [name for name in external_names(weight_map, description) if name != "lm_head.weight"]
     with pytest.raises(WeightMapError, match=r"lacks the tensor 'lm_head.weight'.*tie_word_embeddings=True"):
         weight_map.select(names, description)
 
 
 def test_unknown_missing_and_repeated_names_are_refused():
-    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    weight_map = get_spec("llama3").weight_map("hf")
+    description = _description()
     names = external_names(weight_map, description)
     weight_map.select([*names, "model.layers.1.self_attn.rotary_emb.inv_freq"], description)  # carries nothing
     with pytest.raises(WeightMapError, match=r"'model.layers.2.mlp.up_proj.weight' has no place.*2 layers"):
@@ -125,7 +127,8 @@ def test_unknown_missing_and_repeated_names_are_refused():
 
 
 def test_modules_have_their_external_names():
-    weight_map, description = get_spec("llama3").weight_map("hf"), _description()
+    weight_map = get_spec("llama3").weight_map("hf")
+    description = _description()
     assert weight_map.external_module("layers.1.attn.output_proj", description) == "model.layers.1.self_attn.o_proj"
     assert weight_map.external_module("output", description) == "lm_head"
     with pytest.raises(WeightMapError, match="not a single module"):
@@ -162,7 +165,8 @@ def test_rows_of_no_whole_heads_are_refused():
 
 
 def test_a_part_of_a_whole_checkpoint_has_other_prefixes():
-    llama, description = get_spec("llama3"), _description(tie_word_embeddings=True)
+    llama = get_spec("llama3")
+    description = _description(tie_word_embeddings=True)
     alone = llama.weight_map("hf")
     for prefixes in (
         {"": "language_model."},

@@ -59,7 +59,8 @@ def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
     rng = random.Random(0)
     for which, tune_tensor in enumerate(op.to_tune(external, DESCRIPTION)):
         for _ in range(100):
-            slices, written = any_slices(tune_tensor.shape, rng), nothing_of(external)
+            slices = any_slices(tune_tensor.shape, rng)
+            written = nothing_of(external)
             copy_part(op, which, tune_tensor, slices, external, written)
             assert sum(int((tensor >= 0).sum()) for tensor in written) == tune_tensor[slices].numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
@@ -67,7 +68,8 @@ def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
 
 def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():
     """Read as from the whole; all rows of all parts together write the whole, zeros off the diagonal included."""
-    op, rng = FusedAdapter(("q_dim", "k_dim", "v_dim")), random.Random(0)
+    op = FusedAdapter(("q_dim", "k_dim", "v_dim"))
+    rng = random.Random(0)
     adapters_of_parts = matrices((2, 7), (2, 7), (2, 7), (5, 2), (3, 2), (4, 2))
     external = op.to_external(adapters_of_parts, DESCRIPTION)
     assert all(map(torch.equal, op.to_tune(external, DESCRIPTION), adapters_of_parts))
@@ -95,10 +97,13 @@ def test_adapter_that_is_not_made_of_the_parts_of_its_projection_is_refused(lora
 @pytest.mark.parametrize("swapped", [False, True])
 def test_adapters_of_experts_are_products_in_peft_and_any_experts_of_them_are_written_alone(parts, swapped):
     """With peft's formula: B [out, rank, experts] and A [experts, rank, in] make [experts, out, in]."""
-    op, experts, rank = ExpertAdapter(parts, swapped), 4, 3
+    op = ExpertAdapter(parts, swapped)
+    experts = 4
+    rank = 3
     adapters_of_parts = matrices(*[(experts, 6, rank)] * parts, *[(experts, rank, 5)] * parts)
     external = op.to_external(adapters_of_parts, DESCRIPTION)
-    a, b = external[0].reshape(experts, parts * rank, -1), external[1].reshape(-1, parts * rank, experts)
+    a = external[0].reshape(experts, parts * rank, -1)
+    b = external[1].reshape(-1, parts * rank, experts)
     wanted = torch.cat(
         [first @ second for first, second in zip(adapters_of_parts[:parts], adapters_of_parts[parts:], strict=True)],
         dim=2,

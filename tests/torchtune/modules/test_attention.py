@@ -82,7 +82,8 @@ def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Te
 
 def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
     """bool ``[t, t]``: what the definition says, document by document."""
-    starts, positions = documents.cu_seqlens.tolist(), documents.positions()
+    starts = documents.cu_seqlens.tolist()
+    positions = documents.positions()
     seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
     for index, prefix in enumerate(documents.prefixes):
         document = slice(starts[index], starts[index + 1])

@@ -61,7 +61,9 @@ class FakeQuant(Kernel):
 def test_order_of_application_and_record(caplog):
     with torch.device("meta"):
         model = Recorder()
-    first, second, lora = Kernel("a"), Kernel("b"), LoRA(2, 4, attn_modules=["q_proj"])
+    first = Kernel("a")
+    second = Kernel("b")
+    lora = LoRA(2, 4, attn_modules=["q_proj"])
     with caplog.at_level(logging.INFO, logger="torchtune"):
         reports = apply_conversions(model, [first, second, lora])
     assert model.calls == ["convert a", "convert b"]
@@ -98,7 +100,9 @@ def test_hooks_run_in_order_and_are_optional():
 def test_conversions_are_ordered_by_phase():
     with torch.device("meta"):
         model = Recorder()
-    lora, kernel, again = LoRA(2, 4, attn_modules=["q_proj"]), Kernel("a"), Kernel("b")
+    lora = LoRA(2, 4, attn_modules=["q_proj"])
+    kernel = Kernel("a")
+    again = Kernel("b")
     fake = FakeQuant("fake")
     apply_conversions(model, [fake, lora, kernel, again])
     assert model.calls == ["convert a", "convert b", "convert fake"]
@@ -122,7 +126,8 @@ def test_a_conversion_of_an_earlier_phase_comes_before_the_lora_of_a_builder(kin
                 apply_conversions(model, [conversion])
         return model
 
-    lora, swap = LoRA(2, 4, attn_modules=["q_proj"], use_dora=kind is DoRALinear), Swap()
+    lora = LoRA(2, 4, attn_modules=["q_proj"], use_dora=kind is DoRALinear)
+    swap = Swap()
     model, wanted = model_with(lora, swap), model_with(swap, lora)
     assert set(seen) == {nn.Linear}
     assert get_conversions(model) == [swap, lora]
@@ -191,10 +196,12 @@ def test_a_conversion_without_methods_has_defaults():
         def convert(self, model: nn.Module) -> ConversionReport:
             return ConversionReport("mine")
 
-    model, conversion = Recorder(), Mine()
+    model = Recorder()
+    conversion = Mine()
     assert conversion.owned_parameters(model) == conversion.moved_parameters(model) == set()
     assert conversion.stored_weights(model) == conversion.peft_config(model) == conversion.new_rows(model) == {}
-    weight, style = torch.ones(2), object()
+    weight = torch.ones(2)
+    style = object()
     assert conversion.from_full("a", weight)["a"] is conversion.to_full("a", {"a": weight}) is weight
     assert conversion.merged("a", weight, model) is weight
     assert not conversion.can_merge

@@ -103,7 +103,8 @@ def test_rows_of_a_padded_batch_go_each_by_its_own_length(models):
 def test_a_text_that_outgrows_its_cache_is_not_read_on(models):
     hf, model = models
     tokens = torch.randint(3, 97, (1, 16), generator=torch.Generator().manual_seed(9))
-    mask, positions = torch.ones(16, 16, dtype=torch.bool).tril()[None], torch.arange(16)[None]
+    mask = torch.ones(16, 16, dtype=torch.bool).tril()[None]
+    positions = torch.arange(16)[None]
     model.setup_caches(1, torch.float32, decoder_max_seq_len=16)
     try:
         model(tokens[:, :10], input_pos=positions[:, :10], mask=mask[:, :10])

@@ -49,7 +49,8 @@ def test_latents_are_cached_and_compared_as_keys_would_be(model, kind):
         assert len(lora.adapted_paths(decoder)) == 2 * 4
         for parameter in get_adapter_params(decoder).values():
             torch.nn.init.normal_(parameter, std=0.2)
-    tokens, mask = torch.randint(0, 64, (2, 12)), torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
+    tokens = torch.randint(0, 64, (2, 12))
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
     with torch.no_grad():
         expected = decoder(tokens)
         with local_kv_cache(decoder, batch_size=2, device=DEVICE, dtype=torch.float32, decoder_max_seq_len=12):

@@ -116,7 +116,8 @@ def test_tied_linear_follows_its_module():
     torch.testing.assert_close(tied(x), x @ torch.ones(3, 5))
     assert not isinstance(tied, nn.Module)
     holder = nn.Module()
-    holder.embedding, holder.output = embedding, tied
+    holder.embedding = embedding
+    holder.output = tied
     assert set(holder.state_dict()) == {"embedding.weight"}
     twin = copy.deepcopy(holder)
     assert twin.output.tied_module is twin.embedding

@@ -27,7 +27,8 @@ from torchtune.utils import simulated
 def _inputs(rows: int, positions: int) -> list[Tensor]:
     torch.manual_seed(0)
     q, k = (torch.randn(rows, positions, 2, 6) for _ in range(2))
-    v, beta = torch.randn(rows, positions, 4, 5), torch.rand(rows, positions, 4)
+    v = torch.randn(rows, positions, 4, 5)
+    beta = torch.rand(rows, positions, 4)
     return [q, k, v, -torch.rand(rows, positions, 4), beta]
 
 
@@ -37,9 +38,11 @@ def _position_by_position(
     """The definition: decay, write (the delta rule: what is wrong yet), read."""
     delta = rule is gated_delta_rule
     if delta:
-        q, k = F.normalize(q, dim=-1) * 6**-0.5, F.normalize(k, dim=-1)
+        q = F.normalize(q, dim=-1) * 6**-0.5
+        k = F.normalize(k, dim=-1)
     q, k = (t.repeat_interleave(2, dim=2) for t in (q, k))
-    state, out = torch.zeros(q.shape[0], 4, 6, 5, dtype=q.dtype), []
+    state = torch.zeros(q.shape[0], 4, 6, 5, dtype=q.dtype)
+    out = []
     for t in range(q.shape[1]):
         state = state * g[:, t].exp()[..., None, None] * ~resets[:, t, None, None, None]
         written = v[:, t] - delta * torch.einsum("nhkv,nhk->nhv", state, k[:, t])
@@ -72,7 +75,9 @@ def decays(request) -> Iterator[None]:
 @pytest.mark.usefixtures("decays")
 def test_a_rule_and_its_gradients(rule, chunks_per_group, monkeypatch):
     monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_: chunks_per_group)
-    inputs, resets, weight = _inputs(2, 150), _resets(150), torch.randn(2, 150, 4, 5)
+    inputs = _inputs(2, 150)
+    resets = _resets(150)
+    weight = torch.randn(2, 150, 4, 5)
     leaves = [t.clone().requires_grad_() for t in inputs]
     out, _ = rule(*leaves, resets)
     exact = [t.double().requires_grad_() for t in inputs]
@@ -88,7 +93,8 @@ def test_a_rule_and_its_gradients(rule, chunks_per_group, monkeypatch):
 @pytest.mark.parametrize("positions", [384, 340])
 def test_chunks_computed_at_once_equal_chunk_after_chunk(rule, positions, monkeypatch):
     inputs = [t.requires_grad_() for t in _inputs(2, positions)]
-    resets, weight = _resets(positions), torch.randn(2, positions, 4, 5)
+    resets = _resets(positions)
+    weight = torch.randn(2, positions, 4, 5)
     results = []
     for chunks_per_group in (1, 100):
         monkeypatch.setattr(_chunks, "_chunks_per_group", lambda *_, count=chunks_per_group: count)
@@ -115,7 +121,8 @@ def test_a_group_of_chunks_keeps_within_its_memory():
 
 @RULES
 def test_decoding_goes_on_from_a_state(rule):
-    inputs, resets = _inputs(2, 90), _resets(150)[:, :90]
+    inputs = _inputs(2, 90)
+    resets = _resets(150)[:, :90]
     full, last = rule(*inputs, resets)
     with torch.no_grad():
         parts = []
@@ -232,7 +239,8 @@ def decoder() -> nn.Module:
 
 
 def test_a_mask_alone_is_refused(decoder):
-    tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, 4, dtype=torch.bool).tril()
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    mask = torch.ones(1, 4, 4, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="A mask does not say where the state of linear attention"):
         decoder(tokens, mask=mask)
     decoder(tokens, mask=mask, input_pos=torch.arange(4))

@@ -106,7 +106,8 @@ for _kind in KINDS:
 
 @pytest.mark.parametrize(("kind", "dtype", "of_loss", "of_gradients"), KINDS_AND_TOLERANCES)
 def test_models_have_the_loss_and_gradients_of_the_host(kind, dtype, of_loss, of_gradients):
-    expected, batch = make_model(**KINDS[kind]), make_batch()
+    expected = make_model(**KINDS[kind])
+    batch = make_batch()
     on_device = copy.deepcopy(expected).to(DEVICE, dtype)
     losses = loss_of(on_device, batch.to(DEVICE)), loss_of(expected, batch)
     for loss in losses:
@@ -118,7 +119,8 @@ def test_models_have_the_loss_and_gradients_of_the_host(kind, dtype, of_loss, of
 @pytest.mark.parametrize("kind", ["plain", "window", "experts", "gated delta rule"])
 def test_compiled_layers_are_the_layers(kind):
     eager = make_model(**KINDS[kind]).to(DEVICE, torch.float32)
-    compiled, loss_fn = copy.deepcopy(eager), LinearCrossEntropyLoss()
+    compiled = copy.deepcopy(eager)
+    loss_fn = LinearCrossEntropyLoss()
     training.compile_model(compiled, verbose=False)
     training.compile_loss(loss_fn, verbose=False)
     for lengths in ((200, 1, 130, 53), (90, 90, 17), (300,)):  # the second length makes the code for all
@@ -134,7 +136,8 @@ def test_compiled_layers_are_the_layers(kind):
 @pytest.mark.parametrize("kind", ["plain", "window", "soft cap", "sinks", "latent attention", "embeddings scaled"])
 def test_the_host_does_not_wait_in_a_micro_batch(kind):
     """From the batch on the host to the gradients: nothing is copied back, and nothing copied from pageable memory."""
-    model, loss_fn = make_model(**KINDS[kind]).to(DEVICE, torch.bfloat16), LinearCrossEntropyLoss()
+    model = make_model(**KINDS[kind]).to(DEVICE, torch.bfloat16)
+    loss_fn = LinearCrossEntropyLoss()
     for debug_mode in ("default", "error"):  # the first step may look things up
         torch.cuda.set_sync_debug_mode(debug_mode)
         try:

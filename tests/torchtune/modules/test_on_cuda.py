@@ -100,7 +100,8 @@ def test_attention_to_later_keys_sees_whole_documents():
 def test_products_of_groups_are_those_of_float64(counts):
     torch.manual_seed(0)
     x = torch.randn(sum(counts), 64).bfloat16()
-    weight, grad = torch.randn(len(counts), 64, 96).bfloat16(), torch.randn(sum(counts), 96).bfloat16()
+    weight = torch.randn(len(counts), 64, 96).bfloat16()
+    grad = torch.randn(sum(counts), 96).bfloat16()
     results = []
     for device, dtype in (("cpu", torch.float64), (DEVICE, torch.bfloat16)):
         leaves = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
@@ -129,10 +130,12 @@ def test_norm_and_its_gradients_are_those_of_float64(is_frozen):
 @pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenInt8Linear, FrozenFloat8Linear])
 def test_quantized_layers_compute_with_the_weight_of_the_host(kind):
     torch.manual_seed(0)
-    linear, x = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16), torch.randn(40, 256).bfloat16()
+    linear = nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(40, 256).bfloat16()
     layer = kind.from_linear(linear)
     weight = layer.full_weight()
-    layer, x = layer.to(DEVICE), x.to(DEVICE).requires_grad_()
+    layer = layer.to(DEVICE)
+    x = x.to(DEVICE).requires_grad_()
     assert torch.equal(layer.full_weight().cpu(), weight)
     out = layer(x)
     out.sum().backward()

@@ -249,7 +249,9 @@ def test_kto_equals_its_formula():
         total, metrics = KTOLoss(0.3, 1.5, 0.5).sum_and_metrics(
             batch, policy, reference, torch.tensor(baseline, dtype=torch.float64)
         )
-        ratios, signs, weights = (1.0, 0.5, -0.5), (1, -1, 1), (1.5, 0.5, 1.5)
+        ratios = (1.0, 0.5, -0.5)
+        signs = (1, -1, 1)
+        weights = (1.5, 0.5, 1.5)
 
         def formula(ratio, sign, weight, z=z):
             return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (ratio - z))))

@@ -49,6 +49,17 @@ def test_template_is_written_in_its_published_form(base, tmp_path):
     assert ids_in_transformers(replaced) == hf_tokenizer(str(replaced)).tokenize_messages(CHAT)[0]
 
 
+def test_replaced_templates_are_removed_from_a_folder_that_holds_other_files(base, tmp_path):
+    folder = tmp_path / "out"
+    templates = folder / "additional_chat_templates"
+    templates.mkdir(parents=True)
+    (templates / "tool_use.jinja").write_text("{{ tools }}")
+    (templates / "notes.md").write_text("Where the templates are from.")
+    hf_tokenizer(str(base), chat_template=OTHER_TEMPLATE).save_files(folder)
+    assert [path.name for path in templates.iterdir()] == ["notes.md"]
+    assert list(hf_tokenizer(str(folder)).chat_templates) == ["default"]
+
+
 def test_tokens_that_were_added_in_memory_are_saved(base, tmp_path):
     tokenizer = hf_tokenizer(str(base))
     tokenizer.base_tokenizer.tokenizer.add_special_tokens([AddedToken("<new>", special=True)])

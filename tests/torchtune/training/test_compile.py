@@ -70,7 +70,8 @@ def test_layers_share_two_compilations_whatever_the_lengths(checkpointing, monke
 
 
 def test_products_of_a_layer_are_compiled_once_for_few_rows_and_many():
-    linear, graphs = nn.Linear(128, 128), []
+    linear = nn.Linear(128, 128)
+    graphs = []
 
     def product(x):
         with fast_products(x):
@@ -84,7 +85,8 @@ def test_products_of_a_layer_are_compiled_once_for_few_rows_and_many():
 
 def test_model_without_layers_and_loss_are_compiled_whole(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
-    model, loss = nn.Linear(3, 3), nn.MSELoss()
+    model = nn.Linear(3, 3)
+    loss = nn.MSELoss()
     training.compile_model(model, verbose=False)
     assert training.compile_loss(loss, verbose=False) is loss
     x = torch.ones(2, 3)
@@ -139,8 +141,10 @@ def test_a_compiler_that_fails_does_not_end_a_run(monkeypatch, caplog):
 
     register_backend(broken, name="broken_compiler")
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "broken_compiler")
-    model, loss = make_model(), LinearCrossEntropyLoss()
-    tokens, grads = torch.arange(8)[None], []
+    model = make_model()
+    loss = LinearCrossEntropyLoss()
+    tokens = torch.arange(8)[None]
+    grads = []
     for compiles in (False, True):
         if compiles:
             training.compile_model(model)
@@ -167,7 +171,8 @@ def test_a_compiler_that_fails_on_the_backward_pass_does_not_end_a_run(monkeypat
     backend = aot_autograd(fw_compiler=lambda graph, _: graph.forward, bw_compiler=broken)
     register_backend(backend, name="broken_in_backward")
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "broken_in_backward")
-    model, grads = make_model(), []
+    model = make_model()
+    grads = []
     for compiles in (False, True):
         if compiles:
             training.compile_model(model)

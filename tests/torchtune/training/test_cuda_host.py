@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchtune import supervision, training
 from torchtune.data import Documents
-from torchtune.generation._static_step import StaticStep
+from torchtune.generation._continuous_batch import StaticStep
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.modules import TransformerDecoder, attention
 from torchtune.modules.kernels.documents import Boundaries
@@ -75,7 +75,8 @@ def make_batch(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
 
 def operators_of(num_layers: int) -> tuple[int, int]:
     """Operators of a forward and of a backward pass."""
-    model, batch = make_model(num_layers), make_batch()
+    model = make_model(num_layers)
+    batch = make_batch()
     with Operators() as forward:
         hidden = model(**batch, output="hidden")
     with Operators() as backward:
@@ -208,7 +209,9 @@ def test_an_optimizer_step_makes_the_host_wait_for_nothing():
 class Loader:
     """Knows no rows."""
 
-    rank, epoch, step_indices = 0, 0, None
+    rank = 0
+    epoch = 0
+    step_indices = None
 
     def rows(self, parts, step_indices):
         return []

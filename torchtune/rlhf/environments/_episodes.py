@@ -37,6 +37,7 @@ from torchtune.rlhf.environments._tools import (
     tools_of,
 )
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
+from torchtune.tokenizers import chat_template_text
 from torchtune.utils import get_logger, log_once
 
 # Number of decoding steps between two turns of an episode, while tools run. An episode continues after a fixed number
@@ -99,8 +100,7 @@ class Environments:
         self._tokenizer = tokenizer
         self._max_turns = max_turns
         self._timeout = timeout
-        chat_templates = getattr(tokenizer, "chat_templates", {})  # only tokenizers with templates have it
-        template_text = "".join(template.source for template in chat_templates.values())
+        template_text = chat_template_text(tokenizer)
         self._format = tool_format or detect_format(template_text)
         if not isinstance(factories, Mapping):
             factories = {None: factories}  # the only kind has no name

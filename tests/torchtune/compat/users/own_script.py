@@ -20,7 +20,8 @@ class Wrapped(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.mlp = model, qwen2_mlp(dim=16, hidden_dim=scale_hidden_dim_for_mlp(16))
+        self.model = model
+        self.mlp = qwen2_mlp(dim=16, hidden_dim=scale_hidden_dim_for_mlp(16))
 
     def forward(self, tokens: torch.Tensor, mask: _MaskType | None = None) -> torch.Tensor:
         """Compute logits."""

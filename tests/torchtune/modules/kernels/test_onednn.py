@@ -64,7 +64,8 @@ def test_a_layer_inside_and_its_gradients_equal_float64(bias, trained):
 
 @needs_it
 def test_layers_behave_the_same_inside_fast_products():
-    x, weight = _draw(64, 192) / 16, _draw(256, 192)
+    x = _draw(64, 192) / 16
+    weight = _draw(256, 192)
 
     def product(weight: torch.Tensor) -> torch.Tensor:
         with fast_products(x):

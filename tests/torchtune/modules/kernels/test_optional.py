@@ -353,7 +353,8 @@ def test_a_mixer_computes_the_same_with_kernels_of_other_packages(kind, rows):
 def test_generation_with_a_cache_does_not_use_kernels_for_training():
     torch.manual_seed(0)
     mixer = MIXERS["gated delta rule"]().eval()
-    mixer.kernel, mixer.conv.kernel = DELTA_RULE.load(), CAUSAL_CONV.load()
+    mixer.kernel = DELTA_RULE.load()
+    mixer.conv.kernel = CAUSAL_CONV.load()
     mixer.setup_cache(1, torch.float32, 16)
     with torch.no_grad():
         mixer(torch.randn(1, 5, 24))
@@ -366,7 +367,9 @@ def test_kernels_of_other_packages_compute_swiglu_and_products_of_experts():
     gate, up = (torch.randn(7, 12, dtype=torch.float64, requires_grad=True) for _ in range(2))
     torch.testing.assert_close(SWIGLU.load().apply(gate, up), nn.functional.silu(gate) * up)
     assert torch.autograd.gradcheck(SWIGLU.load().apply, (gate, up))
-    x, weight, counts = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 0, 5])
+    x = torch.randn(9, 16)
+    weight = torch.randn(3, 16, 8)
+    counts = torch.tensor([4, 0, 5])
     groups = RowGroups.of(counts)
     product = grouped._other_grouped_mm(GROUPED_PRODUCTS.load(), x, weight, counts)
     torch.testing.assert_close(product, grouped_mm(x, weight, groups))

@@ -34,7 +34,8 @@ def trained_loss(folder, labels, *, collate=collate_documents, batch_size=5, wei
         batch = batch.to(DEVICE)
         hidden = model(**batch.model_inputs(), output="hidden")
         part, number = loss_fn.sum_and_count(hidden, batch.labels, model.output, index=batch.label_index)
-        total, count = total + part, count + int(number)
+        total = total + part
+        count = count + int(number)
     loss = total / count
     loss.backward()
     names = {"embedding": model.tok_embeddings.weight, "head": model.output.weight}

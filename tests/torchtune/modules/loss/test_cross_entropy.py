@@ -243,7 +243,8 @@ def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
     """150 rows of 7,000 logits are two blocks of a CPU's cache; the factors are no numbers of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(150, 7000, generator=generator).bfloat16()
-    target, factors = torch.randint(0, 7000, (150,), generator=generator), torch.rand(150, generator=generator)
+    target = torch.randint(0, 7000, (150,), generator=generator)
+    factors = torch.rand(150, generator=generator)
     leaf = logits.clone().requires_grad_()
     losses, *_ = cross_entropy(leaf * 1, target)
     losses.backward(factors)

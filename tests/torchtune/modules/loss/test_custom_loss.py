@@ -111,7 +111,8 @@ def entropy(logits: Tensor, labels: Tensor) -> Tensor:
 )
 def test_sum_and_gradients_are_those_of_the_formula(model, loss, formula):
     tokens, labels = batch()
-    reference, chosen = copy.deepcopy(model), labels != -100
+    reference = copy.deepcopy(model)
+    chosen = labels != -100
     exact = formula(reference(tokens).double()[chosen], labels[chosen])
     exact.backward()
     total, count = setup_loss(loss, model).sum_and_count(model(tokens, output="hidden"), labels, model.output)

@@ -50,7 +50,8 @@ def jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor
 
 
 # (loss, the same in chunks, its definition of student, teacher and labels)
-FORWARD, SYMMETRIC = {"with_entropy": True, "temperature": 2.0}, {"sym_kd_ratio": 0.3}
+FORWARD = {"with_entropy": True, "temperature": 2.0}
+SYMMETRIC = {"sym_kd_ratio": 0.3}
 CASES = [
     (ForwardKLLoss(), ForwardKLWithChunkedOutputLoss(3), lambda s, t, y: kl(t, s, y) + entropy(t, y)),
     (ForwardKLLoss(**FORWARD), ForwardKLWithChunkedOutputLoss(3, **FORWARD), lambda s, t, y: kl(t, s, y, 2.0)),
@@ -103,7 +104,8 @@ def test_divergence_of_hidden_states_equals_its_definition(loss, chunked, defini
     """Gradients of hidden states and weights, in several chunks; the teacher's vocabulary has padding."""
     monkeypatch.setattr(kd_losses_module, "_MIN_CHUNK_ROWS", 4)
     torch.manual_seed(0)
-    hidden, states = torch.randn(2, 12, 6).double().requires_grad_(), torch.randn(2, 12, 10).double()
+    hidden = torch.randn(2, 12, 6).double().requires_grad_()
+    states = torch.randn(2, 12, 10).double()
     makers = {"capped": lambda: CappedLinear(6, 19, 2.0), "adapted": lambda: Adapted(6, 19, bias=False)}
     projection = makers.get(kind, lambda: nn.Linear(6, 19, bias=kind == "bias"))().double()
     projection.requires_grad_(kind != "frozen")
@@ -125,7 +127,8 @@ def test_divergence_of_hidden_states_equals_its_definition(loss, chunked, defini
 def test_tokens_beyond_top_k_are_compared_as_one_bucket(loss, chunked, definition):
     """With top_k, both distributions have k + 1 outcomes: the teacher's likeliest tokens, and any other."""
     student, teacher, labels = inputs()
-    loss, k = copy.copy(loss), 3
+    loss = copy.copy(loss)
+    k = 3
     likeliest = teacher.argsort(-1, descending=True)[..., :k]
     is_unlikely = torch.ones_like(teacher, dtype=torch.bool).scatter(-1, likeliest, False)
 
@@ -135,7 +138,8 @@ def test_tokens_beyond_top_k_are_compared_as_one_bucket(loss, chunked, definitio
 
     exact = definition(folded(student), folded(teacher), labels)
     (grad,) = torch.autograd.grad(exact, student)
-    loss.top_k, loss.temperature = k, 2.0
+    loss.top_k = k
+    loss.temperature = 2.0
     value = loss(student, teacher, labels)
     torch.testing.assert_close(value, exact)
     torch.testing.assert_close(torch.autograd.grad(value, student)[0], grad)

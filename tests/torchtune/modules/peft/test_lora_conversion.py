@@ -166,7 +166,8 @@ def test_merge_of_half_an_adapter_is_refused():
 
 
 def test_disabled_adapter_leaves_the_base_model_for_the_block_alone():
-    model, base = adapted(apply_to_mlp=True), make()
+    model = adapted(apply_to_mlp=True)
+    base = make()
     with torch.no_grad():
         different = model(TOKENS)
         with disable_adapter(model):

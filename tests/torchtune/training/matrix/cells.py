@@ -167,7 +167,8 @@ def _steps(
 ) -> Run:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    run, frozen_values = Run([], _values(trained), {}, []), _values(frozen)
+    run = Run([], _values(trained), {}, [])
+    frozen_values = _values(frozen)
     loader = BatchLoader(
         Conversations(one_length=True),
         batch_size=GLOBAL_BATCH // dims.data_size,

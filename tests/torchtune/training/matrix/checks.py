@@ -40,7 +40,9 @@ class Runs:
     """Runs by cell, each once: those of one device when they are asked for, those of two ranks in one launch."""
 
     def __init__(self, folder: Path, cells: list[Cell]) -> None:
-        self.folder, self._alone, self._split = folder, {}, {}
+        self.folder = folder
+        self._alone = {}
+        self._split = {}
         cells = [cell for cell in cells if cell["mesh"] != "one"]
         if not cells:
             return

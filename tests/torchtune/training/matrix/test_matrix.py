@@ -61,7 +61,8 @@ def test_cell_trains_as_the_plainest_run_does(runs, cell):
 @pytest.mark.parametrize("cell", parameters([*{label(plain(cell)): plain(cell) for cell in CELLS}.values()]))
 def test_cell_learns_what_adamw_learns_in_full_precision(runs, cell):
     """Quantized bases exactly what it learns from the rounded weights; others something like it."""
-    base, outcome = cell["base"], runs.get(cell)
+    base = cell["base"]
+    outcome = runs.get(cell)
     # DoRA's magnitudes start as the lengths of the stored rows, which are not those of a weight rounded afterward
     rounded_like = base if base in ("nf4", "int8", "float8") and cell["adapter"] != "dora" else None
     if rounded_like and cell["dtype"] == "fp32":

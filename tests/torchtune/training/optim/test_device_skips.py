@@ -92,7 +92,8 @@ def test_skipped_step_is_one_that_was_not_taken(factory, dtype, precision, skips
             reference_optimizer.step()
     for parameter, reference_parameter in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(parameter, reference_parameter)
-    state, reference_state = optimizer.state_dict(), reference_optimizer.state_dict()
+    state = optimizer.state_dict()
+    reference_state = reference_optimizer.state_dict()
     torch.testing.assert_close(state["state"], reference_state["state"], rtol=0, atol=0)
     assert state.get("precision") == reference_state.get("precision")
 

@@ -132,7 +132,8 @@ def test_a_doubled_scale_begins_with_the_next_gradients(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes_have_no_scale(dtype):
-    scaler, loss = LossScaler(training.setup_optimizer(SGD, make_model(dtype)), dtype), torch.tensor(2.0)
+    scaler = LossScaler(training.setup_optimizer(SGD, make_model(dtype)), dtype)
+    loss = torch.tensor(2.0)
     assert scaler.scale(loss) is loss
     scaler.update(has_overflowed=True)
     assert (scaler.factor, scaler.state_dict()) == (1.0, {})
@@ -192,7 +193,8 @@ def test_plain_gradients_are_clipped_as_torch_does():
 @pytest.mark.parametrize("foreach", [None, False])
 def test_gradients_are_scaled_in_their_dtype(foreach):
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2).bfloat16()), nn.Parameter(torch.ones(1))]
-    parameters[0].grad, parameters[1].grad = torch.full((3,), 4.0), torch.full((2,), 2.0).bfloat16()
+    parameters[0].grad = torch.full((3,), 4.0)
+    parameters[1].grad = torch.full((2,), 2.0).bfloat16()
     training.scale_grads_(parameters, torch.tensor(0.5), foreach=foreach)
     assert parameters[0].grad.tolist() == [2.0] * 3
     assert parameters[1].grad.tolist() == [1.0] * 2

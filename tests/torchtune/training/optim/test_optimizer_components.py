@@ -83,7 +83,8 @@ def test_low_bit_steps_of_bfloat16_weights_follow_float32(precision):
     for parameter, expected, before in zip(half.parameters(), reference.parameters(), start.parameters(), strict=True):
         if parameter.numel() < 4096:
             continue  # too few to average the rounding
-        moved, change = expected.detach() - before.detach(), parameter.detach().float() - before.detach()
+        moved = expected.detach() - before.detach()
+        change = parameter.detach().float() - before.detach()
         ratio = (change * moved).sum() / moved.square().sum()
         assert ratio.item() == pytest.approx(1, abs=0.1)  # nothing is rounded away
 
@@ -92,7 +93,8 @@ def test_a_rank_without_elements_steps_and_resumes():
     """Two rows over four ranks: the last ones have none, and the same entries in the checkpoint."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
     try:
-        mesh, model = init_device_mesh("cpu", (4,)), nn.Module()
+        mesh = init_device_mesh("cpu", (4,))
+        model = nn.Module()
         layout = {"device_mesh": mesh, "placements": [Shard(0)], "shape": (2, 4096), "stride": (4096, 1)}
         empty = torch.empty(0, 4096, dtype=torch.bfloat16)
         model.weight = nn.Parameter(DTensor.from_local(empty, run_check=False, **layout))

@@ -168,7 +168,8 @@ def test_state_of_a_plain_torch_optimizer_can_be_loaded(caplog):
 
 
 def test_state_of_other_groups_or_names_is_refused():
-    model, other_model = make_model(torch.bfloat16), nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
+    model = make_model(torch.bfloat16)
+    other_model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
     with pytest.raises(OptimizerStateError, match=r"groups of \[2\] parameters and this optimizer of \[4\]"):
         optimizer.load_state_dict(

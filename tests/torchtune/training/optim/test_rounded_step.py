@@ -45,7 +45,8 @@ def run_steps(make, *, resume_after=None, steps=3):
     optimizer = prepare_optimizer(make(model.parameters()), model, seed=1)
     for step in range(steps):
         if step == resume_after:
-            state, optimizer = optimizer.state_dict(), prepare_optimizer(make(model.parameters()), model, seed=2)
+            state = optimizer.state_dict()
+            optimizer = prepare_optimizer(make(model.parameters()), model, seed=2)
             optimizer.load_state_dict(state)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)

@@ -31,7 +31,8 @@ def test_mean_is_exact_and_variance_is_that_of_independent_draws(value, draw):
     exact = torch.tensor(value, dtype=torch.float32).double().item()
     result = rounded(torch.full((draws,), value), draw=draw)
     assert torch.equal(result, result.bfloat16().float())
-    low, high = result.min().double().item(), result.max().double().item()
+    low = result.min().double().item()
+    high = result.max().double().item()
     assert low <= exact <= high
     assert high - low <= abs(exact) * 2**-7
     p = (exact - low) / (high - low)

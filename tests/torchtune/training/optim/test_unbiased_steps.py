@@ -16,7 +16,9 @@ from torchtune.training import clip_grad_norm_, prepare_optimizer
 
 ON_HOST = True  # its meshes are there
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R = Replicate()
+S0 = Shard(0)
+S1 = Shard(1)
 
 
 @contextmanager

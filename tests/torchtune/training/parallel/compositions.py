@@ -90,7 +90,9 @@ def run(
         rank=dims.data_rank,
         world_size=dims.data_size,
     )
-    losses, norms, gradients = [], [], {}
+    losses = []
+    norms = []
+    gradients = {}
     while len(losses) < steps:
         for batches in loader:
             batches = [batch.to(device) for batch in batches]

@@ -38,7 +38,8 @@ def stall_if_last() -> None:
 
 def stall_while_reading() -> None:
     """Let the last rank stall after it has read a few tensors, as a file system that does not answer any more."""
-    count, fill = 0, loading.sign_of_life
+    count = 0
+    fill = loading.sign_of_life
 
     def read() -> None:
         nonlocal count

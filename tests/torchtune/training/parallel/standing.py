@@ -100,7 +100,8 @@ def _attempt(
             for rank, environment in enumerate(environments(size)):
                 environment |= {**errors, "STANDING_FOLDER": str(folder / name)}
                 waiting[_start(name, rank, limit, folder / name, body, environment)] = (name, rank)
-        deadline, grace = time.monotonic() + 60 + 10 * limit, 10 + 3 * limit
+        deadline = time.monotonic() + 60 + 10 * limit
+        grace = 10 + 3 * limit
         while any(mistakes.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
             for pid in list(waiting):

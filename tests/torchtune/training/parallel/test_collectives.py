@@ -120,7 +120,8 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
     layers = bytes_of(model.layers)
     hidden = 4 * LENGTH * description.embed_dim
     f = 3 / 4  # of four ranks
-    gathered, reduced = {"all-gather": f * (num_bytes + layers)}, {"reduce-scatter": f * num_bytes}
+    gathered = {"all-gather": f * (num_bytes + layers)}
+    reduced = {"reduce-scatter": f * num_bytes}
     if description.num_experts:
         experts = sum(bytes_of(layer.mlp.experts) for layer in model.layers)
         # Ranks 0 and 4 have the same quarter of the experts, and share its weights.

@@ -19,7 +19,8 @@ from torchtune.modules.peft import LoRA
 from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 
 LAYERS, WIDTH, CHOSEN, EXPERTS, LENGTH = 2, 32, 2, 4, 24
-STEPS, CLIP = 3, 0.5
+STEPS = 3
+CLIP = 0.5
 LORA = {"rank": 2, "alpha": 4, "apply_to_mlp": True}
 # Kind of run -> the checkpoint, and the conversions of the model.
 KINDS: dict[str, tuple[str, list[Any]]] = {
@@ -94,7 +95,8 @@ def on_two_ranks(folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_as_one_process(folder, kind):
-    outcome, alone = torch.load(folder / f"{kind}.pt"), train(folder, kind, ParallelDims())
+    outcome = torch.load(folder / f"{kind}.pt")
+    alone = train(folder, kind, ParallelDims())
     for (loss, norm, moved), (loss_alone, norm_alone, _) in zip(outcome["steps"], alone["steps"], strict=True):
         assert abs(loss - loss_alone) <= 1e-6 * loss_alone
         assert norm == pytest.approx(norm_alone, rel=1e-5)

@@ -75,7 +75,8 @@ def compute(
 
 
 def on_ranks(folder: Path) -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     for kind in KINDS:
         for name in LENGTHS:
             module = mixer(kind)

@@ -86,7 +86,8 @@ def test_errors_pass_through_the_watchdog():
 
 
 def test_outside_the_loop_writing_counts_as_progress_and_waiting_does_not():
-    activity, beats = Activity(3, "saving"), []
+    activity = Activity(3, "saving")
+    beats = []
 
     def look(*, written):
         time.sleep(0.6)  # the first look may find the CPU time of what was before

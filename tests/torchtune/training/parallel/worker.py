@@ -16,7 +16,8 @@ from torchtune.training import ParallelDims
 
 def differences(found: Any, wanted: Any) -> dict[str, float]:
     """Largest relative differences of losses, norms and gradients."""
-    (losses, gradients, norms), (losses_one, gradients_one, norms_one) = found, wanted
+    losses, gradients, norms = found
+    losses_one, gradients_one, norms_one = wanted
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, losses_one, strict=True)),
         "norm": max(abs(a - b) / abs(b) for a, b in zip(norms, norms_one, strict=True)),
