@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -378,11 +379,14 @@ class JSONGrammar:
                 f"{path}/$ref is {json.dumps(reference)[:80]}: it names an anchor, which is not supported: give the "
                 "path from the root, such as #/$defs/name."
             )
-        for part in reference[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers
-            if not isinstance(schema, Mapping) or key not in schema:
+        for part in unquote(reference[1:]).split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers (RFC 6901)
+            if isinstance(schema, Mapping) and key in schema:
+                schema = schema[key]
+            elif isinstance(schema, list) and key in map(str, range(len(schema))):  # of anyOf
+                schema = schema[int(key)]
+            else:
                 raise GenerationError(f"{path}/$ref: the schema has no {reference[:80]}.")
-            schema = schema[key]
         return self._node(schema, reference)
 
     def _check_references(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 
+import jsonschema
 import pytest
 
 from torchtune.generation import GenerationError, JSONGrammar, TokenTexts
@@ -130,6 +131,20 @@ def test_properties_whose_names_look_like_paths_keep_their_schemas():
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]},
+        {"type": "array", "items": {"$ref": "#/$defs/no%20%C3%A4"}, "$defs": {"no ä": {"type": "null"}}},
+    ],
+)
+def test_references_point_into_lists_and_to_escaped_names(schema):
+    for text in ("[null]", "[1]"):
+        is_valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+        assert JSONGrammar(schema).accepts(text) is is_valid
+    assert JSONGrammar(schema).accepts("[null]")
+
+
+@pytest.mark.parametrize(
     ("schema", "valid", "invalid"),
     [
         ({"type": "integer", "enum": [1, "a", True, 2.0]}, ["1", "2.0"], ['"a"', "true"]),
@@ -166,6 +181,7 @@ def test_all_keywords_of_a_value_hold(schema, valid, invalid):
         ({"required": ["a"]}, '#/required has "a": it must be among properties'),
         ({"properties": {"a": {}}, "additionalProperties": True}, "set it to false"),
         ({"$ref": "#/$defs/a"}, "the schema has no #/\\$defs/a"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/anyOf/-1"}]}, "the schema has no #/anyOf/-1"),
         ({"$ref": "https://example.com"}, "it must begin with #"),
         (
             {"items": {"$ref": "#name"}, "$defs": {"X": {"$anchor": "name", "type": "null"}}},
