@@ -151,8 +151,15 @@ def _to_prompts(prompt: Any) -> tuple[list[Any], bool]:
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message):
         return [prompt], True
     prompts = []
-    for item in prompt:
-        prompts.append(item.tolist() if hasattr(item, "tolist") else item)
+    for number, item in enumerate(prompt):
+        if hasattr(item, "tolist"):
+            item = item.tolist()
+        if isinstance(item, bytes) or not isinstance(item, Sequence):
+            raise GenerationError(
+                f"prompt {number}: a {type(item).__name__} cannot be continued: give a text, a list of messages, or "
+                "token ids."
+            )
+        prompts.append(item)
     return prompts, False
 
 

@@ -146,7 +146,8 @@ def decode_utf8(content: bytes) -> str:
     try:
         return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
-        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        # A byte order mark, and a zero byte in every ASCII character: a broken line may begin with the mark's bytes.
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in content:
             raise UserError("the file is UTF-16, not UTF-8: save it as UTF-8") from error
         raise UserError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8") from error
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and (self.top_k or 0) >= 0):
             raise GenerationError(f"temperature is {self.temperature} and top_k {self.top_k}: both must be at least 0.")
+        if self.top_k is not None and not isinstance(self.top_k, Integral):
+            raise GenerationError(f"top_k is {self.top_k}: it is a number of tokens, such as 50.")
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:

@@ -422,12 +422,13 @@ def test_lines_of_json_are_rows(reader, text, tmp_path):
         (f'{GOOD}\n{{"prompt": \n'.encode(), "line 2: no JSON, Expecting value at column"),
         (f"{GOOD}\n".encode() + '{"prompt": "é"}'.encode("latin-1"), "line 2: byte 13 is not UTF-8: save"),
         (f"{GOOD}\n".encode("utf-16"), "line 1: the file is UTF-16, not UTF-8: save"),
+        (f"{GOOD}\n".encode() + b"\xff\xfe bad", "line 2: byte 1 is not UTF-8: save"),
         (f'{GOOD}\n{{"prompt": "a\0"}}\n'.encode(), "line 2: a zero byte at column 14"),
         (f'{GOOD}\n{{"prompt": "\\ud83d"}}\n'.encode(), r"line 2: \\ud83d is half of a character"),
         (b'{"prompt": ' + b"[" * 100_000, "line 1: it is nested too deeply"),
         (b'{"prompt": ' + b"1" * 5_000 + b"}", "line 1: no JSON, Exceeds the limit"),
     ],
-    ids=["broken", "Latin-1", "UTF-16", "NUL", "surrogate", "deep", "digits"],
+    ids=["broken", "Latin-1", "UTF-16", "bytes of its mark", "NUL", "surrogate", "deep", "digits"],
 )
 def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
     path = tmp_path / "rows.jsonl"
