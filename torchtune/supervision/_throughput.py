@@ -148,16 +148,14 @@ class Throughput:
         try:
             yield
         finally:
-            if not (while_computing and self._device_is_busy()):
+            device_is_busy = False
+            if while_computing and self._device is not None and self._device.type == "cuda":
+                import torch
+
+                # A GPU with queued work does not wait for the data.
+                device_is_busy = not torch.cuda.current_stream(self._device).query()
+            if not device_is_busy:
                 self._lost_seconds["data"] = self._lost_seconds.get("data", 0.0) + self._clock() - start
-
-    def _device_is_busy(self) -> bool:
-        """Return whether a GPU still has queued work, so that it does not wait."""
-        if self._device is None or self._device.type != "cuda":
-            return False
-        import torch
-
-        return not torch.cuda.current_stream(self._device).query()
 
     def _attention_by_token(self, batches: list[Any]) -> float:
         """Return the attention FLOPs per token of a step."""

@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from torchtune.supervision._lifelines import Lifelines
+from torchtune.supervision._heartbeats import Lifelines
 
 
 @pytest.fixture
