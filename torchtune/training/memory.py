@@ -33,23 +33,22 @@ def cleanup_before_training() -> None:
 
 def reset_memory_stats(device: torch.device) -> None:
     """Reset the peaks of ``get_memory_stats``."""
-    _guard.call(lambda: _reset_peaks(device))
 
+    def reset() -> None:
+        if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
+            namespace = getattr(torch, device.type)
+            namespace.reset_peak_memory_stats(device)
+        elif device.type == "cpu" and sys.platform == "linux":
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
+            except OSError as error:
+                log_once(
+                    get_logger(),
+                    f"Peak memory counts from the start of the process: it cannot be reset here ({error}).",
+                    logging.DEBUG,
+                )
 
-def _reset_peaks(device: torch.device) -> None:
-    """Reset the peaks; may raise."""
-    if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
-        namespace = getattr(torch, device.type)
-        namespace.reset_peak_memory_stats(device)
-    elif device.type == "cpu" and sys.platform == "linux":
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
-        except OSError as error:
-            log_once(
-                get_logger(),
-                f"Peak memory counts from the start of the process: it cannot be reset here ({error}).",
-                logging.DEBUG,
-            )
+    _guard.call(reset)
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

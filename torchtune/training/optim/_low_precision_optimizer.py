@@ -463,8 +463,16 @@ class LowPrecisionOptimizer(Optimizer):
         if stored.dtype in HALF:
             stand_in = stored.float()
         stand_in = stand_in.contiguous()
-        if not self._elementwise:
-            stand_in = _gather_like(stand_in, parameter)
+        if not self._elementwise and isinstance(parameter, DTensor):
+            sharded = DTensor.from_local(
+                stand_in,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            stand_in = sharded.full_tensor()  # an all-gather
         return stand_in
 
     def _run_base_optimizer(
@@ -560,7 +568,18 @@ class LowPrecisionOptimizer(Optimizer):
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))
         self.num_steps = int(precision.get("step", self.num_steps))
-        self._log_differences(precision)
+        # The run may go on in another way than the run that saved the state.
+        saved_mode = precision.get("mode", "param_dtype")
+        if saved_mode != self.precision:
+            get_logger().warning(
+                f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
+            )
+        elif self.precision == "stochastic_rounding" and precision.get("rounding") != _ROUNDING:
+            log_once(
+                get_logger(),
+                "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
+                "run continues with other draws, which are as valid.",
+            )
 
     def _match_states(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the saved state of every parameter.
@@ -588,20 +607,6 @@ class LowPrecisionOptimizer(Optimizer):
                     parameter = parameters_by_name[key]
                 states[parameter] = state_dict["state"].get(key, {})
         return states
-
-    def _log_differences(self, saved_precision: dict[str, Any]) -> None:
-        """Say where a run goes on in another way than the run whose ``precision`` was saved."""
-        saved_mode = saved_precision.get("mode", "param_dtype")
-        if saved_mode != self.precision:
-            get_logger().warning(
-                f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
-            )
-        elif self.precision == "stochastic_rounding" and saved_precision.get("rounding") != _ROUNDING:
-            log_once(
-                get_logger(),
-                "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
-                "run continues with other draws, which are as valid.",
-            )
 
     def _load_parameter(self, parameter: nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool) -> None:
         """Load the state of a parameter, in the dtypes and on the devices of this optimizer's states."""
@@ -659,21 +664,6 @@ def _own_grad(parameter: nn.Parameter) -> Tensor:
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)  # reduces partial sums
     return own_part(grad).contiguous()
-
-
-def _gather_like(shard: Tensor, parameter: nn.Parameter) -> Tensor:
-    """All-gather a shard of a tensor that is sharded like ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    tensor = DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return tensor.full_tensor()
 
 
 # Low-bit states: torchao's tensors, written here in pieces.
