@@ -257,7 +257,7 @@ class Heartbeats:
     def gone_ranks(self) -> dict[int, Beat]:
         """Return the last beats read of ranks that were killed: their lifeline is cut, and their beats have ended.
 
-        A machine has other ranks, which no living rank has a lifeline to: they are gone if their beats have ended, too.
+        Other ranks of a lost machine have no lifeline to a living rank: they are gone if their beats have ended, too.
         """
         silent = {}
         now = time.monotonic()

@@ -267,7 +267,7 @@ class WandBLogger(TrackingLogger):
         """Check that wandb is installed and, unless it runs offline or can ask for it, has an API key."""
         wandb = cls.check_installed()
         mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
-        # Earlier releases of wandb cannot look for a key without asking for it; the constructor finds out with them.
+        # Earlier releases of wandb cannot look for a key without asking for it: the constructor finds out then.
         can_look = "prompt" in inspect.signature(wandb.login).parameters
         if mode not in ("online", "shared") or sys.stdin.isatty() or not can_look:
             return
@@ -449,7 +449,7 @@ class MLFlowLogger(TrackingLogger):
         if not _is_rank_0():
             return
         is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
-        if is_folder:  # MLflow writes no files in a folder without a database any more
+        if is_folder:  # MLflow no longer writes to a folder without a database
             folder = Path(tracking_uri).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             self._mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
