@@ -163,7 +163,19 @@ class RunReport:
             )
         self._guards["summary"].call(self._log_summary)
         if not is_simulated():
-            self._measurement = self._together(self._make_measurement)
+            self._measurement = self._together(
+                lambda: Measurement(
+                    self._cfg,
+                    self._dims,
+                    self._model,
+                    self._tokenizer,
+                    self._loader,
+                    self._loader_val,
+                    total_steps=self._total_steps,
+                    rows_per_loss=self._rows_per_loss,
+                    answers_guard=self._guards["answers"],
+                )
+            )
         if self._writes:
             self._record_start()
         if step == 0:
@@ -253,6 +265,17 @@ class RunReport:
         if base is not None:
             weights = f"weights of {base}"
         total, trained = count_parameters(self._model)
+        dataset = self._loader.dataset
+        if dataset.is_stream:
+            size_of_data = "read while the run trains"
+        else:
+            noun = "packs" if dataset.is_packed else "rows"
+            size_of_data = f"{len(dataset):,} {noun}"
+        num_tokens = dataset.num_known_tokens
+        if num_tokens is not None:
+            size_of_data += f", {num_tokens:,} tokens"
+        if self._loader_val is not None:
+            size_of_data += f"; {len(self._loader_val.dataset):,} for validation"
         steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
             steps += f", from step {self._first_step}"
@@ -265,7 +288,7 @@ class RunReport:
         return [
             ("model", f"{_component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),
-            ("data", self._describe_size_of_data()),
+            ("data", size_of_data),
             ("batch", self._step_plan.describe_batch(self._dims.data_size, self._loader.examples_per_epoch)),
             ("steps", steps),
             ("optimizer", optimizer),
@@ -273,21 +296,6 @@ class RunReport:
             ("writes to", f"{cfg.output_dir}, a checkpoint every {every}"),
             ("settings", str(self._folder / SETTINGS)),
         ]
-
-    def _describe_size_of_data(self) -> str:
-        """Return text such as ``1,000 rows, 250,000 tokens; 100 for validation``."""
-        dataset = self._loader.dataset
-        if dataset.is_stream:
-            text = "read while the run trains"
-        else:
-            noun = "packs" if dataset.is_packed else "rows"
-            text = f"{len(dataset):,} {noun}"
-        tokens = dataset.num_known_tokens
-        if tokens is not None:
-            text += f", {tokens:,} tokens"
-        if self._loader_val is not None:
-            text += f"; {len(self._loader_val.dataset):,} for validation"
-        return text
 
     def _record_start(self) -> None:
         """Record the start of this process, with what it runs and what it trains."""
@@ -312,20 +320,6 @@ class RunReport:
         return {"parameters": {"trained": trained, "all": total}, "data": data}
 
     # Measurements
-
-    def _make_measurement(self) -> Measurement:
-        """Choose the rows to measure. A collective."""
-        return Measurement(
-            self._cfg,
-            self._dims,
-            self._model,
-            self._tokenizer,
-            self._loader,
-            self._loader_val,
-            total_steps=self._total_steps,
-            rows_per_loss=self._rows_per_loss,
-            answers_guard=self._guards["answers"],
-        )
 
     def _measure(self, when: str, compute_loss: Any, sample: Any, **facts: Any) -> None:
         """Measure the model and record the result; nothing in a simulation. A collective."""

@@ -129,24 +129,18 @@ class ScoredRollouts:
             share_prefix=share_prefix,
         )
         if loss.ce_coeff:
-            _add_cross_entropy_weights(batches, terms, dims)
+            # Good answers have a positive advantage. The loss divides its sum by the number of terms of all ranks: with
+            # these weights, its cross-entropy is the mean over the tokens of good answers instead.
+            masks = []
+            for batch in batches:
+                is_good = batch.per_token["advantages"] > 0
+                is_label = batch.labels != CROSS_ENTROPY_IGNORE_IDX
+                masks.append(is_good & is_label)
+            (num_good_tokens,) = dims.sum(sum(int(mask.sum()) for mask in masks))
+            weight = terms / max(num_good_tokens, 1)
+            for batch, mask in zip(batches, masks, strict=True):
+                batch["ce"] = mask * weight  # [1, s]
         return batches, terms, labels
-
-
-def _add_cross_entropy_weights(batches: list[Batch], terms: int, dims: ParallelDims) -> None:
-    """Add ``ce`` ``[1, s]`` to the batches: weights that turn a mean over terms into one over tokens of good answers.
-
-    Good answers have a positive advantage. The loss divides a sum by the number of terms of all ranks.
-    """
-    masks = []
-    for batch in batches:
-        is_good = batch.per_token["advantages"] > 0
-        is_label = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-        masks.append(is_good & is_label)
-    (num_tokens,) = dims.sum(sum(int(mask.sum()) for mask in masks))
-    weight = terms / max(num_tokens, 1)
-    for batch, mask in zip(batches, masks, strict=True):
-        batch["ce"] = mask * weight
 
 
 def num_sampled_tokens(rollout: Rollout) -> int:
@@ -249,7 +243,17 @@ class GroupAdvantages:
             variance = centered.square().nansum(1, keepdim=True) / num_others
             advantages = advantages / (variance.sqrt() + 1e-4)
         elif self.scale == "batch":
-            advantages = advantages / (_std(rewards[has_reward], dims) + 1e-4)
+            # The standard deviation of all rewards of the step, from sums over all ranks.
+            scored = rewards[has_reward]
+            sums = [scored.sum().item(), scored.square().sum().item(), float(len(scored))]
+            if dims is not None:
+                sums, _ = dims.exchange(sums)
+            total, total_of_squares, count = sums
+            mean = total / max(count, 1)
+            # Rounding can make the sum of squared deviations negative.
+            squared_deviations = max(total_of_squares - count * mean * mean, 0.0)
+            deviation = squared_deviations**0.5 / max(count - 1, 1) ** 0.5
+            advantages = advantages / (deviation + 1e-4)
         # Rounding of the mean leaves tiny advantages where all rewards are equal, which a scale would enlarge.
         return torch.where(has_reward & ~has_variance(rewards)[:, None], 0.0, advantages)
 
@@ -264,19 +268,6 @@ def has_variance(rewards: Tensor) -> Tensor:
     lowest = rewards.nan_to_num(nan=float("inf")).amin(1)
     highest = rewards.nan_to_num(nan=float("-inf")).amax(1)
     return highest > lowest
-
-
-def _std(values: Tensor, dims: ParallelDims | None) -> float:
-    """Compute the standard deviation over the values of all ranks; all ranks must call it."""
-    total = values.sum().item()
-    total_of_squares = values.square().sum().item()
-    count = float(len(values))
-    if dims is not None:
-        (total, total_of_squares, count), _ = dims.exchange([total, total_of_squares, count])
-    mean = total / max(count, 1)
-    # Rounding can make the sum of squared deviations negative.
-    squared_deviations = max(total_of_squares - count * mean * mean, 0.0)
-    return squared_deviations**0.5 / max(count - 1, 1) ** 0.5
 
 
 def make_advantages(component: GroupAdvantages | None) -> GroupAdvantages:

@@ -105,24 +105,20 @@ class BestValidation:
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
             return False  # it could not be measured; a diverged model has a loss of NaN
-        if not self._is_better(value):
+        is_better = math.isfinite(value)
+        if is_better and self._best is not None:
+            _, best_value = self._best
+            if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
+                is_better = value > best_value
+            else:
+                is_better = value < best_value
+        if not is_better:
             self._num_worse += 1
             return False
         self._num_worse = 0
         self._best = (step, value)
         self._needs_checkpoint = True
         return True
-
-    def _is_better(self, value: float) -> bool:
-        """Return whether a value is better than the best so far."""
-        if not math.isfinite(value):
-            return False
-        if self._best is None:
-            return True
-        _, best_value = self._best
-        if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
-            return value > best_value
-        return value < best_value
 
     def record_checkpoint(self, name: str) -> None:
         """Record the name of the checkpoint about to be written, if it is for a new best."""

@@ -81,7 +81,13 @@ class Throughput:
         self._peak_flops: float | None = None
         self._flops: FlopCount | None = None
         if model is not None and device is not None:
-            self._guard.call(lambda: self._prepare_mfu(model, device))
+
+            def prepare_mfu() -> None:
+                self._peak_flops = _peak_flops(model, device)
+                if self._peak_flops is not None:
+                    self._flops = count_flops(model, labels_only=True)
+
+            self._guard.call(prepare_mfu)
         self._pair_flops = 0.0  # attention FLOPs per token in the current step
         self._expert_load = None
         if model is not None:
@@ -93,12 +99,6 @@ class Throughput:
         self.trained = 0
         if model is not None:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    def _prepare_mfu(self, model: "nn.Module", device: "torch.device") -> None:
-        """Count the FLOPs of a step, if the device's peak is known."""
-        self._peak_flops = _peak_flops(model, device)
-        if self._peak_flops is not None:
-            self._flops = count_flops(model, labels_only=True)
 
     def _on_forward(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the shape of the tokens, for the message if memory runs out; a sign of life."""

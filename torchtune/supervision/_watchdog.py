@@ -362,20 +362,15 @@ def _agent_pid() -> int | None:
         return None
     parent = os.getppid()
     agent = int(os.environ.get(AGENT_VARIABLE, "0"))
-    if agent == 0 or _process_exists(agent):
+    if agent == 0:
         return parent
-    return agent  # it has died, so that this process has another parent by now
-
-
-def _process_exists(pid: int) -> bool:
-    """Return whether a process exists, of any user; signal 0 sends nothing."""
     try:
-        os.kill(pid, 0)
+        os.kill(agent, 0)  # sends no signal, but raises if there is no such process
     except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+        return agent  # it has died, so that this process has another parent by now
+    except PermissionError:  # it lives, as a process of another user
+        pass
+    return parent
 
 
 def _report_once(occasion: str, sentence: str) -> None:

@@ -235,8 +235,17 @@ class LowPrecisionOptimizer(Optimizer):
                 without_rule.append(parameter)
         for device, parameters in with_rule.items():
             self._step_with_rule(parameters, group, rule, device)
-        if without_rule:
-            self._step_with_base_optimizer(without_rule, group)
+        settings = group
+        if self._is_fused(group):
+            settings = {**group, "fused": True}
+        # An optimizer may count in its settings: every parameter starts from the same count, and the group moves on
+        # once, with the count after the last parameter.
+        settings_after: dict[str, Any] = {}
+        for parameter in without_rule:
+            settings_after = self._step_parameter(parameter, settings)
+        for key, value in settings_after.items():
+            if key not in ("params", "fused"):
+                group[key] = value
 
     # Steps with an update of this library's.
 
@@ -281,7 +290,8 @@ class LowPrecisionOptimizer(Optimizer):
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
         if self._is_low_bit(parameter) or not self._ids_of(parameter).is_run:
             return False
-        if own_part(parameter).numel() == 1:  # would be compiled for: one element is broadcast, more are not
+        # torch.compile compiles again for a tensor of one element, because it broadcasts.
+        if own_part(parameter).numel() == 1:
             return False
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -379,19 +389,6 @@ class LowPrecisionOptimizer(Optimizer):
                 state.copy_(flat_state.view(state.shape))
 
     # Steps of the base optimizer.
-
-    def _step_with_base_optimizer(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Step parameters by the base optimizer, one after the other, and move the settings of their group on."""
-        settings = group
-        if self._is_fused(group):
-            settings = {**group, "fused": True}
-        # An optimizer may count in its settings: every parameter starts from the same count, and the group moves on
-        # once, with the count after the last parameter.
-        for parameter in parameters:
-            settings_after = self._step_parameter(parameter, settings)
-        for key, value in settings_after.items():
-            if key not in ("params", "fused"):
-                group[key] = value
 
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Return whether torch's fused kernel takes the step: it can, and the user has not disabled it."""

@@ -402,7 +402,7 @@ class BundledStep:
     def __init__(self) -> None:
         self._compiled: Callable[..., None] | None = None
         self._has_failed = False
-        # By the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
+        # Pieces of zeros, by the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
         self._fillers: dict[Hashable, list[Piece]] = {}
 
     def pays(self, pieces: Sequence[Piece]) -> bool:
@@ -423,7 +423,13 @@ class BundledStep:
         tensors = (pieces[0].weight, pieces[0].grad, *pieces[0].states)
         layout = (step.update, pieces[0].weight.device, tuple(tensor.dtype for tensor in tensors))
         if layout not in self._fillers:
-            self._fillers[layout] = _make_fillers(pieces[0])
+            fillers = []
+            for index in range(BUNDLE):
+                # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+                size = 1003 + 2 * index
+                states = [state.new_zeros(size) for state in pieces[0].states]
+                fillers.append(Piece(pieces[0].weight.new_zeros(size), pieces[0].grad.new_zeros(size), states))
+            self._fillers[layout] = fillers
             filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
             self._step_or_fail(step, self._fillers[layout], filler_origins)
         for first in range(0, len(pieces), BUNDLE):
@@ -452,19 +458,6 @@ class BundledStep:
             get_logger().info(f"Pieces of the optimizer step are not bundled: {first_line(error)}")
             return False
         return True
-
-
-def _make_fillers(like: Piece) -> list[Piece]:
-    """Return pieces of zeros for a whole bundle, with the layout of a piece."""
-    fillers = []
-    for index in range(BUNDLE):
-        # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
-        size = 1003 + 2 * index
-        weight = like.weight.new_zeros(size)
-        grad = like.grad.new_zeros(size)
-        states = [state.new_zeros(size) for state in like.states]
-        fillers.append(Piece(weight, grad, states))
-    return fillers
 
 
 def _bundle_options() -> dict[str, Any]:
