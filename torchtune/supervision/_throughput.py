@@ -88,7 +88,7 @@ class Throughput:
                     self._flops = count_flops(model, labels_only=True)
 
             self._guard.call(prepare_mfu)
-        self._pair_flops = 0.0  # attention FLOPs per token in the current step
+        self._attention_flops = 0.0  # per token in the current step
         self._expert_load = None
         if model is not None:
             self._expert_load = _expert_load(model)
@@ -129,7 +129,7 @@ class Throughput:
             except StopIteration:
                 return
             if self._flops is not None:  # attention depends on the lengths of the documents
-                self._pair_flops = self._guard.call(partial(self._attention_by_token, loaded), default=0.0)
+                self._attention_flops = self._guard.call(partial(self._attention_flops_per_token, loaded), default=0.0)
             self.activity.move("training")
             yield loaded
 
@@ -157,7 +157,7 @@ class Throughput:
             if not device_is_busy:
                 self._lost_seconds["data"] = self._lost_seconds.get("data", 0.0) + self._clock() - start
 
-    def _attention_by_token(self, batches: list[Any]) -> float:
+    def _attention_flops_per_token(self, batches: list[Any]) -> float:
         """Return the attention FLOPs per token of a step."""
         lengths = []
         nums_before = []  # earlier positions that each document continues from
@@ -179,7 +179,7 @@ class Throughput:
         flops = 0.0
         if self._flops is not None:
             labels = trained / self._world_size  # of this process, on average
-            flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
+            flops = (self._flops.token + self._attention_flops) * processed + self._flops.label * labels
         self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
         self.processed += processed

@@ -9,7 +9,7 @@ from tests.tiny import write_checkpoint
 from torchtune import load
 from torchtune.data import RERANKER_FILE
 from torchtune.evaluation import EvaluationError, Reranker, RetrievalData, evaluate_reranking
-from torchtune.evaluation._reranking import rerank
+from torchtune.evaluation._retrieval import rerank
 
 DATA = RetrievalData(["who", "why"], ["cat", "dog", "bird", "red"], [[2], [3]])
 
