@@ -177,7 +177,13 @@ class RunReport:
                 )
             )
         if self._writes:
-            self._record_start()
+            facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
+            # A part that fails is left out; its guard has warned.
+            facts |= self._guards["record"].call(
+                lambda: describe_start(self._cfg.source, self._recipe_file, self._dims, self._device), default={}
+            )
+            facts |= self._guards["data"].call(self._describe_model_and_data, default={})
+            self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
         if step == 0:
             self._measure("before", compute_loss, sample)
 
@@ -226,8 +232,17 @@ class RunReport:
             rows = self._guards["summary"].call(self._resume_rows, default=[])
         log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
-        if num_steps > 0 and not has_changed:
-            self._warn_of_nothing_trained(num_steps)
+        if num_steps > 0 and not has_changed and self._writes:
+            skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
+            reason = ""
+            if skipped:
+                reason = f"; {skipped} steps were skipped"
+            log_rank_zero(
+                get_logger(),
+                f"NOTHING WAS TRAINED: no trained parameter differs from what it was {num_steps:,} steps ago{reason}. "
+                "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
+                logging.WARNING,
+            )
         return code
 
     def __enter__(self) -> "RunReport":
@@ -297,18 +312,6 @@ class RunReport:
             ("settings", str(self._folder / SETTINGS)),
         ]
 
-    def _record_start(self) -> None:
-        """Record the start of this process, with what it runs and what it trains."""
-        facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
-
-        def describe() -> dict[str, Any]:
-            return describe_start(self._cfg.source, self._recipe_file, self._dims, self._device)
-
-        # A part that fails is left out; its guard has warned.
-        facts |= self._guards["record"].call(describe, default={})
-        facts |= self._guards["data"].call(self._describe_model_and_data, default={})
-        self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
-
     def _describe_model_and_data(self) -> dict[str, Any]:
         """Return the numbers of parameters, and facts about the data."""
         total, trained = count_parameters(self._model)
@@ -376,21 +379,6 @@ class RunReport:
         return self._together(load) is not None
 
     # After the last step
-
-    def _warn_of_nothing_trained(self, num_steps: int) -> None:
-        """Warn that no trained parameter has changed, with the number of skipped steps as a likely reason."""
-        if not self._writes:
-            return
-        skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
-        reason = ""
-        if skipped:
-            reason = f"; {skipped} steps were skipped"
-        log_rank_zero(
-            get_logger(),
-            f"NOTHING WAS TRAINED: no trained parameter differs from what it was {num_steps:,} steps ago{reason}. "
-            "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
-            logging.WARNING,
-        )
 
     def _resume_rows(self) -> list[tuple[str, str]]:
         """Return the command that continues a run that was stopped; on several machines, each has its own."""
