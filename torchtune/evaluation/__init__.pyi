@@ -9,11 +9,11 @@ from ._labeled_rows import ClassificationReport as ClassificationReport
 from ._labeled_rows import Perplexity as Perplexity
 from ._labeled_rows import evaluate_classifier as evaluate_classifier
 from ._labeled_rows import perplexity as perplexity
-from ._reranking import Reranker as Reranker
-from ._reranking import evaluate_reranking as evaluate_reranking
 from ._retrieval import EmbeddingSettings as EmbeddingSettings
+from ._retrieval import Reranker as Reranker
 from ._retrieval import RetrievalData as RetrievalData
 from ._retrieval import embed as embed
+from ._retrieval import evaluate_reranking as evaluate_reranking
 from ._retrieval import evaluate_retrieval as evaluate_retrieval
 from ._retrieval import read_retrieval as read_retrieval
 from ._retrieval import retrieval_scores as retrieval_scores

@@ -169,7 +169,15 @@ class ValidationScores:
         """Return the mean of each score over the rows, as ``val_<score>``; NaN if it failed. A collective."""
         metrics: dict[str, float] = {}
         if self._corpus is not None:
-            metrics |= self._measure_retrieval()
+
+            def retrieve() -> dict[str, float]:
+                return evaluate_retrieval(self._model, self._tokenizer, self._corpus, settings=self._embedding)
+
+            with undisturbed_random_state():
+                corpus_scores = observe_together(self._retrieval_guard, retrieve, self._dims)
+            corpus_scores = broadcast_object(corpus_scores) or dict.fromkeys(RETRIEVAL_SCORES, math.nan)
+            for name, score in corpus_scores.items():
+                metrics[f"val_{name}"] = score
         if not self._scores:
             return metrics
         means = None
@@ -184,17 +192,6 @@ class ValidationScores:
         for score, mean in zip(self._scores, means, strict=True):
             metrics[f"val_{score.name}"] = mean
         return metrics
-
-    def _measure_retrieval(self) -> dict[str, float]:
-        """Return the scores of the corpus with the prefix ``val_``; NaN if it failed. A collective."""
-
-        def retrieve() -> dict[str, float]:
-            return evaluate_retrieval(self._model, self._tokenizer, self._corpus, settings=self._embedding)
-
-        with undisturbed_random_state():
-            scores = observe_together(self._retrieval_guard, retrieve, self._dims)
-        scores = broadcast_object(scores) or dict.fromkeys(RETRIEVAL_SCORES, math.nan)
-        return {f"val_{name}": score for name, score in scores.items()}
 
     def _generate(self) -> list[str]:
         """Return the answer to each row, as it is scored. A collective."""

@@ -163,9 +163,27 @@ class RunReport:
             )
         self._guards["summary"].call(self._log_summary)
         if not is_simulated():
-            self._measurement = self._together(self._make_measurement)
+            self._measurement = self._together(
+                lambda: Measurement(
+                    self._cfg,
+                    self._dims,
+                    self._model,
+                    self._tokenizer,
+                    self._loader,
+                    self._loader_val,
+                    total_steps=self._total_steps,
+                    rows_per_loss=self._rows_per_loss,
+                    answers_guard=self._guards["answers"],
+                )
+            )
         if self._writes:
-            self._record_start()
+            facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
+            # A part that fails is left out; its guard has warned.
+            facts |= self._guards["record"].call(
+                lambda: describe_start(self._cfg.source, self._recipe_file, self._dims, self._device), default={}
+            )
+            facts |= self._guards["data"].call(self._describe_model_and_data, default={})
+            self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
         if step == 0:
             self._measure("before", compute_loss, sample)
 
@@ -214,8 +232,17 @@ class RunReport:
             rows = self._guards["summary"].call(self._resume_rows, default=[])
         log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
-        if num_steps > 0 and not has_changed:
-            self._warn_of_nothing_trained(num_steps)
+        if num_steps > 0 and not has_changed and self._writes:
+            skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
+            reason = ""
+            if skipped:
+                reason = f"; {skipped} steps were skipped"
+            log_rank_zero(
+                get_logger(),
+                f"NOTHING WAS TRAINED: no trained parameter differs from what it was {num_steps:,} steps ago{reason}. "
+                "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
+                logging.WARNING,
+            )
         return code
 
     def __enter__(self) -> "RunReport":
@@ -253,6 +280,17 @@ class RunReport:
         if base is not None:
             weights = f"weights of {base}"
         total, trained = count_parameters(self._model)
+        dataset = self._loader.dataset
+        if dataset.is_stream:
+            size_of_data = "read while the run trains"
+        else:
+            noun = "packs" if dataset.is_packed else "rows"
+            size_of_data = f"{len(dataset):,} {noun}"
+        num_tokens = dataset.num_known_tokens
+        if num_tokens is not None:
+            size_of_data += f", {num_tokens:,} tokens"
+        if self._loader_val is not None:
+            size_of_data += f"; {len(self._loader_val.dataset):,} for validation"
         steps = self._step_plan.describe_steps(len(self._loader))
         if self._first_step > 0:
             steps += f", from step {self._first_step}"
@@ -265,7 +303,7 @@ class RunReport:
         return [
             ("model", f"{_component_name(cfg.model)}, {weights}"),
             ("parameters", f"{trained:,} of {total:,} are trained ({trained / max(total, 1):.2%})"),
-            ("data", self._describe_size_of_data()),
+            ("data", size_of_data),
             ("batch", self._step_plan.describe_batch(self._dims.data_size, self._loader.examples_per_epoch)),
             ("steps", steps),
             ("optimizer", optimizer),
@@ -273,33 +311,6 @@ class RunReport:
             ("writes to", f"{cfg.output_dir}, a checkpoint every {every}"),
             ("settings", str(self._folder / SETTINGS)),
         ]
-
-    def _describe_size_of_data(self) -> str:
-        """Return text such as ``1,000 rows, 250,000 tokens; 100 for validation``."""
-        dataset = self._loader.dataset
-        if dataset.is_stream:
-            text = "read while the run trains"
-        else:
-            noun = "packs" if dataset.is_packed else "rows"
-            text = f"{len(dataset):,} {noun}"
-        tokens = dataset.num_known_tokens
-        if tokens is not None:
-            text += f", {tokens:,} tokens"
-        if self._loader_val is not None:
-            text += f"; {len(self._loader_val.dataset):,} for validation"
-        return text
-
-    def _record_start(self) -> None:
-        """Record the start of this process, with what it runs and what it trains."""
-        facts: dict[str, Any] = {"step": self._step, "total_steps": self._total_steps}
-
-        def describe() -> dict[str, Any]:
-            return describe_start(self._cfg.source, self._recipe_file, self._dims, self._device)
-
-        # A part that fails is left out; its guard has warned.
-        facts |= self._guards["record"].call(describe, default={})
-        facts |= self._guards["data"].call(self._describe_model_and_data, default={})
-        self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
 
     def _describe_model_and_data(self) -> dict[str, Any]:
         """Return the numbers of parameters, and facts about the data."""
@@ -312,20 +323,6 @@ class RunReport:
         return {"parameters": {"trained": trained, "all": total}, "data": data}
 
     # Measurements
-
-    def _make_measurement(self) -> Measurement:
-        """Choose the rows to measure. A collective."""
-        return Measurement(
-            self._cfg,
-            self._dims,
-            self._model,
-            self._tokenizer,
-            self._loader,
-            self._loader_val,
-            total_steps=self._total_steps,
-            rows_per_loss=self._rows_per_loss,
-            answers_guard=self._guards["answers"],
-        )
 
     def _measure(self, when: str, compute_loss: Any, sample: Any, **facts: Any) -> None:
         """Measure the model and record the result; nothing in a simulation. A collective."""
@@ -382,21 +379,6 @@ class RunReport:
         return self._together(load) is not None
 
     # After the last step
-
-    def _warn_of_nothing_trained(self, num_steps: int) -> None:
-        """Warn that no trained parameter has changed, with the number of skipped steps as a likely reason."""
-        if not self._writes:
-            return
-        skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
-        reason = ""
-        if skipped:
-            reason = f"; {skipped} steps were skipped"
-        log_rank_zero(
-            get_logger(),
-            f"NOTHING WAS TRAINED: no trained parameter differs from what it was {num_steps:,} steps ago{reason}. "
-            "Raise optimizer.lr, or look at lr and grad_norm in the metrics.",
-            logging.WARNING,
-        )
 
     def _resume_rows(self) -> list[tuple[str, str]]:
         """Return the command that continues a run that was stopped; on several machines, each has its own."""

@@ -2,13 +2,6 @@
 
 from torchtune._lazy import former_names
 from torchtune.rlhf import environments, loss, reward_functions
-from torchtune.rlhf._grpo import (
-    GroupAdvantages,
-    check_rollout_settings,
-    has_variance,
-    make_advantages,
-    setup_policy_loss,
-)
 from torchtune.rlhf._ppo import (
     AnswerTokens,
     TokenAdvantages,
@@ -45,7 +38,16 @@ from torchtune.rlhf._rollouts import (
 )
 from torchtune.rlhf._row_cache import cache_reference, cache_teacher
 from torchtune.rlhf._samplers import LocalSampler, Sampler, ServerSampler
-from torchtune.rlhf._scored_rollouts import RolloutRecord, ScoredRollouts, score_rollouts
+from torchtune.rlhf._scored_rollouts import (
+    GroupAdvantages,
+    RolloutRecord,
+    ScoredRollouts,
+    check_rollout_settings,
+    has_variance,
+    make_advantages,
+    score_rollouts,
+    setup_policy_loss,
+)
 from torchtune.rlhf._teacher import Teacher, check_teacher, load_teacher, setup_kd_loss
 from torchtune.rlhf.environments import setup_environments
 from torchtune.rlhf.loss import document_log_probs, pooled_scores

@@ -268,7 +268,7 @@ def score_documents(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: Para
 
 def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
     """Return whether only adapters are trained and their outputs are 0."""
-    # What is left in the set are trained parameters that switching off the adapters would not undo.
+    # Trained parameters whose effect remains with disabled adapters: those of the adapters are removed below.
     other_trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changes_outputs = False
     for _, module in adapter_modules(model):

@@ -59,9 +59,15 @@ class RewardModel:
                 "_component_ to torchtune.modules.classifier_model with num_classes=1 and base_model_path the builder."
             )
         self.model = model.requires_grad_(False).eval()
-        self.closing = _closing_tokens(tokenizer)
         self._batch_size = batch_size
         self._stop_tokens = set(tokenizer.stop_tokens)
+        # What the chat template adds after the last stop token of a conversation that ends with an answer.
+        messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
+        conversation = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
+        self.closing: list[int] = []
+        for position, token in enumerate(conversation):
+            if token in self._stop_tokens:
+                self.closing = conversation[position + 1 :]
         self._penalty = penalty
         self._penalize_unfinished = penalise_no_eos
         self._min_length = min_response_length or 0
@@ -117,17 +123,6 @@ class RewardModel:
                 f"{' and '.join(reasons)}: no score counts, so {', and '.join(remedies)}."
             )
         return scores.masked_fill(torch.tensor(penalized, device=scores.device), self._penalty)
-
-
-def _closing_tokens(tokenizer: Any) -> list[int]:
-    """Return the tokens that the chat template adds after the stop token of the last answer."""
-    messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
-    tokens = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
-    stop_tokens = set(tokenizer.stop_tokens)
-    for position in reversed(range(len(tokens))):
-        if tokens[position] in stop_tokens:
-            return tokens[position + 1 :]
-    return []
 
 
 def judge_rollouts(

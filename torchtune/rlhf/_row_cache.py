@@ -239,8 +239,15 @@ def _cached_log_probs(
     if not len(missing):
         return log_probs
     log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
-    for row, pair in _compute_log_probs(loader, missing, score, dims).items():
-        log_probs[row] = pair
+    pairs_by_row: dict[int, list[float]] = {}  # [chosen, rejected], of the rows of this rank
+    for batch in uncached_batches(loader, missing, loader.collate_fn, "Reference", dims):
+        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
+        chosen, rejected = batch.chosen_and_rejected(score(batch).cpu().float())
+        pairs = torch.stack([chosen, rejected], dim=1)  # [p, 2]
+        pairs_by_row.update(zip(row_numbers.tolist(), pairs.tolist(), strict=True))
+    for rank_pairs in dims.gather(pairs_by_row):
+        for row, pair in rank_pairs.items():
+            log_probs[row] = pair
     if dims.is_main:
         checksum = str(zlib.crc32(log_probs.tobytes()))
         with atomic_write(path) as file:
@@ -263,22 +270,6 @@ def _read_log_probs(path: Path, num_rows: int) -> np.ndarray:
     if checksum is not None and checksum != str(zlib.crc32(log_probs.tobytes())):
         raise CacheError(f"{path}: it is damaged, its checksum is another one: delete it, and it is computed again.")
     return log_probs
-
-
-def _compute_log_probs(
-    loader: BatchLoader, rows: np.ndarray, score: Callable[[Batch], Tensor], dims: ParallelDims
-) -> dict[int, list[float]]:
-    """Return [chosen, rejected] by row, for all rows; the ranks split the rows."""
-    local_pairs: dict[int, list[float]] = {}
-    for batch in uncached_batches(loader, rows, loader.collate_fn, "Reference", dims):
-        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
-        chosen, rejected = batch.chosen_and_rejected(score(batch).cpu().float())
-        pairs = torch.stack([chosen, rejected], dim=1)  # [p, 2]
-        local_pairs.update(zip(row_numbers.tolist(), pairs.tolist(), strict=True))
-    pairs_by_row = {}
-    for rank_pairs in dims.gather(local_pairs):
-        pairs_by_row.update(rank_pairs)
-    return pairs_by_row
 
 
 def cache_teacher(
@@ -460,11 +451,8 @@ class TeacherCache:
         if (folder / _KEY_FILE).exists():
             self._check_key()
             self._read_rows()
-        else:
-            self._count_labels(data)
-
-    def _count_labels(self, data: Any) -> None:
-        """Count the labels of every row, for the offsets; no row is cached yet."""
+            return
+        # A new cache: the labels of every row are counted, for the offsets.
         counts = np.zeros(self._num_rows, np.int64)
         self._row_checksums = np.zeros(self._num_rows, np.uint32)
         for row in tqdm(range(self._num_rows), desc="Counting labels", disable=None):
@@ -497,7 +485,7 @@ class TeacherCache:
         )
 
     def _read_rows(self) -> None:
-        """Read what is known of the rows, and check that the files have the values of all cached rows."""
+        """Read offsets, flags and checksums of the rows; check that the files have the values of all cached rows."""
         path = self.folder / _ROWS_FILE
         try:
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
@@ -656,9 +644,12 @@ def use_cache(
         rows = []
         examples = []
         for numbered in numbered_examples:
-            row, example = _split_row_number(numbered)
-            rows.append(row)
-            examples.append(example)
+            if isinstance(numbered, Mapping):
+                rows.append(numbered["row"])
+                examples.append(_without_row_number(numbered))
+            else:  # a pack, whose documents all have the number of its row
+                rows.append(numbered[0]["row"])
+                examples.append([_without_row_number(document) for document in numbered])
         cache.check_rows(rows, examples)
         batch = collate(examples)
         is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
@@ -690,13 +681,6 @@ def use_cache(
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
         _compute_missing(loader, cache, missing, sharded_collate, likeliest, first_position, dims)
     return loader.derive(dataset=WithRowNumbers(loader.dataset), collate_fn=sharded_collate)
-
-
-def _split_row_number(numbered: Any) -> tuple[int, Any]:
-    """Return the row number of an example or pack, and the example without it."""
-    if isinstance(numbered, Mapping):
-        return numbered["row"], _without_row_number(numbered)
-    return numbered[0]["row"], [_without_row_number(document) for document in numbered]
 
 
 def _without_row_number(document: Mapping[str, Any]) -> dict[str, Any]:

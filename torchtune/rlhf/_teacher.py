@@ -199,7 +199,7 @@ def check_new_tokens(tokenizer: Any, folder: Path, setting: str, model: str) -> 
         model: what the model is, for the error message.
 
     Raises:
-        TeacherError: it does not.
+        TeacherError: the model does not know a new token.
     """
     reason = explain_unknown_tokens(tokenizer, folder, model)
     if reason is not None:

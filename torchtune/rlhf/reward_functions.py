@@ -467,7 +467,9 @@ def _call_reward(
         # Call the reward row by row: the message names the rows that fail.
         failing = []
         for number, row, text in zip(numbers, rows, texts, strict=True):
-            if _fails_for(reward, row, text):
+            try:
+                reward([dict(row)], [text])
+            except (Exception, SystemExit):  # noqa: BLE001 - raised by a user function
                 failing.append(number)
         failing_rows = _format_rows(failing or numbers)
         reason = str(error)
@@ -498,15 +500,6 @@ def _call_reward(
             "numbers, or None for an answer that cannot be scored."
         )
     return scores
-
-
-def _fails_for(reward: RewardFunction, row: Row, text: str) -> bool:
-    """Return whether a reward raises for one answer."""
-    try:
-        reward([dict(row)], [text])
-    except (Exception, SystemExit):  # noqa: BLE001 - raised by a user function
-        return True
-    return False
 
 
 def _format_rows(numbers: Sequence[int]) -> str:

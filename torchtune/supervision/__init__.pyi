@@ -1,8 +1,7 @@
 from torchtune.utils import HANG_EXIT_CODE as HANG_EXIT_CODE
 
 from ._best_validation import BestValidation as BestValidation
-from ._describe_run import StepPlan as StepPlan
-from ._describe_run import explain_no_validation as explain_no_validation
+from ._best_validation import explain_no_validation as explain_no_validation
 from ._flops import attention_pairs as attention_pairs
 from ._flops import peak_flops as peak_flops
 from ._observe_together import observe_together as observe_together
@@ -24,6 +23,7 @@ from ._signals import StopSignal as StopSignal
 from ._step_guard import SkippedStepsError as SkippedStepsError
 from ._step_guard import StepGuard as StepGuard
 from ._step_metrics import StepMetrics as StepMetrics
+from ._step_plan import StepPlan as StepPlan
 from ._throughput import Throughput as Throughput
 from ._watchdog import Watchdog as Watchdog
 from ._watchdog import watch_run as watch_run

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtune.checkpoints import BEST, newest_record
-from torchtune.config import nearest
+from torchtune.config import RecipeSettingsError, SettingsView, nearest
 from torchtune.training.parallel import ParallelDims
 from torchtune.utils import UserError, atomic_write, get_logger
 
@@ -105,24 +105,20 @@ class BestValidation:
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
             return False  # it could not be measured; a diverged model has a loss of NaN
-        if not self._is_better(value):
+        is_better = math.isfinite(value)
+        if is_better and self._best is not None:
+            _, best_value = self._best
+            if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
+                is_better = value > best_value
+            else:
+                is_better = value < best_value
+        if not is_better:
             self._num_worse += 1
             return False
         self._num_worse = 0
         self._best = (step, value)
         self._needs_checkpoint = True
         return True
-
-    def _is_better(self, value: float) -> bool:
-        """Return whether a value is better than the best so far."""
-        if not math.isfinite(value):
-            return False
-        if self._best is None:
-            return True
-        _, best_value = self._best
-        if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
-            return value > best_value
-        return value < best_value
 
     def record_checkpoint(self, name: str) -> None:
         """Record the name of the checkpoint about to be written, if it is for a new best."""
@@ -180,3 +176,31 @@ class BestValidation:
         if state["best"] is not None:
             step, value = state["best"]
             self._best = (int(step), float(value))
+
+
+def explain_no_validation(settings: Any, steps: int) -> str | None:
+    """Return why a run of this many steps never uses its validation data; None if it does, or has none.
+
+    Raises:
+        RecipeSettingsError: ``keep_best`` or ``early_stopping_patience`` needs a validation.
+
+    Example:
+        >>> settings = {"dataset_val": {"_component_": "torchtune.datasets.chat_dataset"}}
+        >>> torchtune.supervision.explain_no_validation(settings, steps=10)
+        'it is never measured: run_val_every_n_steps is not set'
+    """
+    cfg = SettingsView.of(settings)
+    every = cfg.run_val_every_n_steps
+    if cfg.dataset_val is None:
+        return None
+    if every is not None and (not isinstance(every, int) or every <= steps):  # a fraction and epochs are always due
+        return None
+    if every is None:
+        return "it is never measured: run_val_every_n_steps is not set"
+    reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
+    if cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best):
+        return f"it is never measured: {reason}"
+    for name in ("keep_best", "early_stopping_patience"):
+        if getattr(cfg, name) is not None:
+            raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
+    return f"it is never measured: {reason}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchtune.config import SettingsView
-from torchtune.supervision._describe_run import StepPlan
+from torchtune.supervision._step_plan import StepPlan
 from torchtune.training.memory import get_memory_stats
 from torchtune.training.parallel import ParallelDims, ParallelDimsError
 from torchtune.utils import (
@@ -35,15 +35,6 @@ Changes = dict[str, Any]
 
 class OutOfMemoryError(UserError, RuntimeError):
     """Memory ran out; the message names the place and settings that need less."""
-
-
-def _memory_kind(error: BaseException) -> str | None:
-    """Return the memory that ran out, ``"device"`` or ``"host"``; None for another error."""
-    if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
-        return "device"
-    if isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
-        return "host"
-    return None
 
 
 @contextmanager
@@ -72,8 +63,11 @@ def explain_out_of_memory(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        kind = _memory_kind(error)
-        if kind is None:
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
+            kind = "device"
+        elif isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
+            kind = "host"
+        else:
             raise
         rank = 0
         if dims.mesh is not None:
@@ -139,31 +133,22 @@ def _suggest_changes(settings: Any, activity: Activity, dims: ParallelDims, kind
     """Yield changes that need less memory and that the recipe accepts, cheapest first."""
     cfg = SettingsView.of(settings)
     on_cuda = torch.cuda.is_available() and str(cfg.device or "cuda").startswith("cuda")
-    if kind == "host" and on_cuda:  # what a device needs is not in it
-        candidates = _less_offloading(cfg)
+    if kind == "host" and on_cuda:  # the host's memory holds only what is offloaded to it
+        settings_of_offloading = ("fsdp_cpu_offload", "enable_activation_offloading")
+        candidates = iter([{name: False} for name in settings_of_offloading if getattr(cfg, name)])
     else:
         candidates = itertools.chain(
             _smaller_steps(cfg, activity), _smaller_dtypes(cfg, on_cuda), _more_shards(cfg, dims)
         )
+    has_checks = dataclasses.is_dataclass(cfg.source) and hasattr(cfg.source, "check")
     for changes in candidates:
-        if all(cfg.can_set(key) for key in changes) and _is_accepted(cfg.source, changes):
-            yield changes
-
-
-def _is_accepted(cfg: Any, changes: Changes) -> bool:
-    """Return whether the recipe's own checks pass."""
-    if not dataclasses.is_dataclass(cfg) or not hasattr(cfg, "check"):
-        return True
-    if any("." in key for key in changes):  # a key of a component, which checks do not read
-        return True
-    return not list(dataclasses.replace(cfg, **changes).check())
-
-
-def _less_offloading(cfg: SettingsView) -> Iterator[Changes]:
-    """Yield settings that fill the memory of the host, turned off."""
-    for key in ("fsdp_cpu_offload", "enable_activation_offloading"):
-        if getattr(cfg, key):
-            yield {key: False}
+        if not all(cfg.can_set(key) for key in changes):
+            continue
+        # The recipe's checks do not read the keys of components, which have dots.
+        is_checked = has_checks and not any("." in key for key in changes)
+        if is_checked and list(dataclasses.replace(cfg.source, **changes).check()):
+            continue
+        yield changes
 
 
 def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:

@@ -47,7 +47,20 @@ class ProgressBar:
         self._guard = ObserverGuard("progress bar")
         if file is None:
             file = sys.stderr
-        self._bar = self._guard.call(lambda: _make_bar(total, initial, file, interval))
+
+        def make_bar() -> _Bar:
+            if file.isatty():  # redrawn in place
+                options = {"file": file, "mininterval": 0.1, "bar_format": _ON_TERMINAL}
+                if min(os.get_terminal_size(file.fileno())) > 0:
+                    options["dynamic_ncols"] = True  # follow changes of the window's size
+                else:  # some terminals report a size of 0
+                    options.update(ncols=80, nrows=24)
+            else:
+                options = {"file": _Lines(file), "mininterval": interval, "bar_format": _IN_FILE}
+            is_main = int(os.environ.get("RANK", "0")) == 0
+            return _Bar(total=total, initial=initial, disable=not is_main, miniters=1, unit="step", **options)
+
+        self._bar = self._guard.call(make_bar)
 
     def __enter__(self) -> "ProgressBar":
         return self
@@ -84,20 +97,6 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _make_bar(total: int, initial: int, file: IO[str], interval: float) -> "_Bar":
-    """Return a bar that is redrawn in place on a terminal, and that writes a line per ``interval`` into a file."""
-    if file.isatty():
-        options = {"file": file, "mininterval": 0.1, "bar_format": _ON_TERMINAL}
-        if min(os.get_terminal_size(file.fileno())) > 0:
-            options["dynamic_ncols"] = True  # follow changes of the window's size
-        else:  # some terminals report a size of 0
-            options.update(ncols=80, nrows=24)
-    else:
-        options = {"file": _Lines(file), "mininterval": interval, "bar_format": _IN_FILE}
-    is_main = int(os.environ.get("RANK", "0")) == 0
-    return _Bar(total=total, initial=initial, disable=not is_main, miniters=1, unit="step", **options)
 
 
 class _Bar(tqdm):

@@ -155,7 +155,13 @@ class RunControl:
         if self._total_steps is not None:
             self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
-        while not self.stopping and self._has_epochs_left(loader):
+        while not self.stopping:
+            if self._total_steps is None:
+                has_ended = loader.epoch >= self._epochs
+            else:  # as many epochs as the steps take
+                has_ended = self.finished
+            if has_ended:
+                return
             self._counts = None
             for batches in self._throughput.loading(loader):
                 counts = self._counts
@@ -165,12 +171,6 @@ class RunControl:
                 is_cut = self.finished and not loader.at_epoch_end  # else the loader goes on to the next epoch
                 if self.stopping or is_cut:
                     return
-
-    def _has_epochs_left(self, loader: BatchLoader) -> bool:
-        """Return whether the run goes on with the loader's epoch."""
-        if self._total_steps is None:
-            return loader.epoch < self._epochs
-        return not self.finished
 
     def synchronize(
         self, step: int, step_metrics: StepMetrics, grad_norm: float | torch.Tensor | None = None

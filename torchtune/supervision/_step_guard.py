@@ -124,7 +124,16 @@ class StepGuard:
             self._scaler.update_on_device(is_bad=metrics.is_bad, loss_is_finite=metrics.loss_is_finite)
         step_data.indices = self._loader.step_indices  # the loader will have gone on when the step is decided
         self._undecided = metrics
-        metrics.when_settled(lambda: self._decide_late(metrics, step_data))
+
+        def decide_late() -> None:
+            """Learn what the optimizer did with the step."""
+            self._undecided = None
+            was_bad = self._skip_reason(metrics["loss"], metrics["grad_norm"]) is not None
+            self._skips.finish(was_bad=was_bad)
+            self._decide(metrics, step_data, was_decided_by_device=True)
+            metrics.update(self.metrics())
+
+        metrics.when_settled(decide_late)
         return True
 
     @property
@@ -138,14 +147,6 @@ class StepGuard:
         """Decide on the last step, if it is not decided. A collective."""
         if self._undecided is not None:
             self._undecided.settle()
-
-    def _decide_late(self, metrics: LateMetrics, step_data: "_StepData") -> None:
-        """Learn what the optimizer did with a step."""
-        self._undecided = None
-        was_bad = self._skip_reason(metrics["loss"], metrics["grad_norm"]) is not None
-        self._skips.finish(was_bad=was_bad)
-        self._decide(metrics, step_data, was_decided_by_device=True)
-        metrics.update(self.metrics())
 
     def _decide(
         self, metrics: Mapping[str, Any], step_data: "_StepData", *, was_decided_by_device: bool = False

@@ -81,8 +81,14 @@ class Throughput:
         self._peak_flops: float | None = None
         self._flops: FlopCount | None = None
         if model is not None and device is not None:
-            self._guard.call(lambda: self._prepare_mfu(model, device))
-        self._pair_flops = 0.0  # attention FLOPs per token in the current step
+
+            def prepare_mfu() -> None:
+                self._peak_flops = _peak_flops(model, device)
+                if self._peak_flops is not None:
+                    self._flops = count_flops(model, labels_only=True)
+
+            self._guard.call(prepare_mfu)
+        self._attention_flops = 0.0  # per token in the current step
         self._expert_load = None
         if model is not None:
             self._expert_load = _expert_load(model)
@@ -93,12 +99,6 @@ class Throughput:
         self.trained = 0
         if model is not None:
             model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-
-    def _prepare_mfu(self, model: "nn.Module", device: "torch.device") -> None:
-        """Count the FLOPs of a step, if the device's peak is known."""
-        self._peak_flops = _peak_flops(model, device)
-        if self._peak_flops is not None:
-            self._flops = count_flops(model, labels_only=True)
 
     def _on_forward(self, model: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the shape of the tokens, for the message if memory runs out; a sign of life."""
@@ -129,7 +129,7 @@ class Throughput:
             except StopIteration:
                 return
             if self._flops is not None:  # attention depends on the lengths of the documents
-                self._pair_flops = self._guard.call(partial(self._attention_by_token, loaded), default=0.0)
+                self._attention_flops = self._guard.call(partial(self._attention_flops_per_token, loaded), default=0.0)
             self.activity.move("training")
             yield loaded
 
@@ -148,18 +148,16 @@ class Throughput:
         try:
             yield
         finally:
-            if not (while_computing and self._device_is_busy()):
+            device_is_busy = False
+            if while_computing and self._device is not None and self._device.type == "cuda":
+                import torch
+
+                # A GPU with queued work does not wait for the data.
+                device_is_busy = not torch.cuda.current_stream(self._device).query()
+            if not device_is_busy:
                 self._lost_seconds["data"] = self._lost_seconds.get("data", 0.0) + self._clock() - start
 
-    def _device_is_busy(self) -> bool:
-        """Return whether a GPU still has queued work, so that it does not wait."""
-        if self._device is None or self._device.type != "cuda":
-            return False
-        import torch
-
-        return not torch.cuda.current_stream(self._device).query()
-
-    def _attention_by_token(self, batches: list[Any]) -> float:
+    def _attention_flops_per_token(self, batches: list[Any]) -> float:
         """Return the attention FLOPs per token of a step."""
         lengths = []
         nums_before = []  # earlier positions that each document continues from
@@ -181,7 +179,7 @@ class Throughput:
         flops = 0.0
         if self._flops is not None:
             labels = trained / self._world_size  # of this process, on average
-            flops = (self._flops.token + self._pair_flops) * processed + self._flops.label * labels
+            flops = (self._flops.token + self._attention_flops) * processed + self._flops.label * labels
         self._window.append(_Step(now - self._step_start, processed, trained, flops))
         self._step_start = now
         self.processed += processed

@@ -178,8 +178,13 @@ class Watchdog:
         if self._is_disabled:
             return
         loss = None
-        if is_connection_error(error):
-            loss = self._find_lost_rank()
+        if is_connection_error(error) and self._heartbeats is not None:
+            self._activity.sign()  # the search takes time, which is no stall
+            lost_beats = self._heartbeats.find_lost_ranks(
+                seconds=min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2)
+            )
+            if lost_beats != {}:  # {}: all ranks are alive; None: the store does not answer
+                loss = lost_rank_error(lost_beats, self._heartbeats.address)
         self._stop_event.set()
         self._thread.join()
         dump_stacks_after(None)
@@ -195,18 +200,6 @@ class Watchdog:
         self._publish_exit(reason, message)
         if loss is not None:
             raise loss from error
-
-    def _find_lost_rank(self) -> LostRankError | None:
-        """Return the error for the ranks that made a collective fail; None if all ranks are alive."""
-        if self._heartbeats is None:
-            return None
-        self._activity.sign()  # the search takes time, which is no stall
-        seconds = min(10.0, self._timeout / 4)
-        patience = min(60.0, self._timeout / 2)
-        beats = self._heartbeats.find_lost_ranks(seconds, patience)
-        if beats == {}:  # all are alive; None would mean that the store does not answer
-            return None
-        return lost_rank_error(beats, self._heartbeats.address)
 
     def _publish_exit(self, left: str, error: str = "") -> None:
         """Publish a last beat, with the reason of the end and the message of a user error."""
@@ -369,20 +362,15 @@ def _agent_pid() -> int | None:
         return None
     parent = os.getppid()
     agent = int(os.environ.get(AGENT_VARIABLE, "0"))
-    if agent == 0 or _process_exists(agent):
+    if agent == 0:
         return parent
-    return agent  # it has died, so that this process has another parent by now
-
-
-def _process_exists(pid: int) -> bool:
-    """Return whether a process exists, of any user; signal 0 sends nothing."""
     try:
-        os.kill(pid, 0)
+        os.kill(agent, 0)  # sends no signal, but raises if there is no such process
     except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+        return agent  # it has died, so that this process has another parent by now
+    except PermissionError:  # it lives, as a process of another user
+        pass
+    return parent
 
 
 def _report_once(occasion: str, sentence: str) -> None:

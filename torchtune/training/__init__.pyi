@@ -120,8 +120,8 @@ from .optim._gradients import DeviceSkips as DeviceSkips
 from .optim._gradients import LossScaler as LossScaler
 from .optim._gradients import clip_grad_norm_ as clip_grad_norm_
 from .optim._gradients import scale_grads_ as scale_grads_
-from .optim._grouped_optimizer import GroupedOptimizer as GroupedOptimizer
-from .optim._grouped_optimizer import MuonWithAdamW as MuonWithAdamW
+from .optim._prepare_optimizer import GroupedOptimizer as GroupedOptimizer
+from .optim._prepare_optimizer import MuonWithAdamW as MuonWithAdamW
 from .optim._prepare_optimizer import prepare_optimizer as prepare_optimizer
 from .optim._prepare_optimizer import setup_optimizer as setup_optimizer
 from .parallel._parallel_dims import ParallelDims as ParallelDims

@@ -97,28 +97,23 @@ def set_activation_checkpointing(model: nn.Module, auto_wrap_policy: ACWrapPolic
         raise ValueError(f"No module of {type(model).__name__} matches the activation checkpointing policy.")
 
 
-def _attention_ops() -> set[Any]:
-    """Return the operations of attention and of tensor parallelism whose outputs are saved."""
-    kernel_names = (
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-    )
-    ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
-    for name in kernel_names:
-        if hasattr(torch.ops.aten, name):  # not every release of torch has all kernels
-            ops.add(getattr(torch.ops.aten, name).default)
-    return ops
-
-
 class _EveryOtherMatmul:
     """Policy that saves attention and every other matrix product; one instance per checkpointed forward."""
 
     def __init__(self) -> None:
-        self.attention_ops = _attention_ops()
         aten = torch.ops.aten
+        # Attention, and the reduce-scatter of tensor parallelism.
+        self.attention_ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
+        kernel_names = (
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_cudnn_attention",
+            "_flash_attention_forward",
+        )
+        for name in kernel_names:
+            if hasattr(aten, name):  # not every release of torch has all kernels
+                self.attention_ops.add(getattr(aten, name).default)
         self.matmul_ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
         onednn_linear = onednn_linear_op()
         if onednn_linear is not None:

@@ -39,38 +39,6 @@ class WarmupSchedule(LambdaLR):
         self._last_lr = rates
 
 
-def _limit_warmup(num_warmup_steps: int, num_training_steps: int) -> int:
-    """Return the steps of a warmup, shortened with a warning if it is not shorter than the run."""
-    if num_warmup_steps < max(1, num_training_steps):
-        return num_warmup_steps
-    shorter_warmup = num_training_steps // 10
-    log_rank_zero(
-        get_logger(),
-        f"num_warmup_steps: a warmup of {num_warmup_steps} steps is as long as the run's {num_training_steps} steps or "
-        f"longer, and the full learning rate would not be reached: the run warms up for {shorter_warmup} steps "
-        "instead; set lr_scheduler.num_warmup_steps to choose another number.",
-        logging.WARNING,
-    )
-    return shorter_warmup
-
-
-def _count_warmup_steps(num_warmup_steps: int, warmup_ratio: float | None, num_training_steps: int | None) -> int:
-    """Return the steps of the warmup, which is given as a number or as a part of the run.
-
-    Raises:
-        ValueError: both are given, the ratio is not from 0 to below 1, or the run's number of steps is not known.
-    """
-    if warmup_ratio is None:
-        return num_warmup_steps
-    if num_warmup_steps:
-        raise ValueError(f"num_warmup_steps is {num_warmup_steps} and warmup_ratio {warmup_ratio}: set one of the two.")
-    if not 0 <= warmup_ratio < 1:
-        raise ValueError(f"warmup_ratio is {warmup_ratio}: it is a part of the run, from 0 to below 1.")
-    if num_training_steps is None:
-        raise ValueError("warmup_ratio is a part of the run: give num_training_steps, the steps of the run.")
-    return math.ceil(warmup_ratio * num_training_steps)
-
-
 def _check_floor(name: str, value: float) -> float:
     """Return a lowest part of the full rate. Raises ``ValueError`` if it is not from 0 to 1."""
     if not 0 <= value <= 1:
@@ -86,6 +54,10 @@ class _Warmup:
         warmup_ratio: part of the run instead of a number.
         num_training_steps: steps of the run; None if the rate after the warmup does not depend on it.
         floor: part of the full rate from which the warmup rises.
+
+    Raises:
+        ValueError: both a number and a ratio are given, the ratio is not from 0 to below 1, or it is given without the
+            run's number of steps.
     """
 
     def __init__(
@@ -95,9 +67,27 @@ class _Warmup:
         num_training_steps: int | None,
         floor: float = 0.0,
     ) -> None:
-        self.num_steps = _count_warmup_steps(num_warmup_steps, warmup_ratio, num_training_steps)
-        if num_training_steps is not None:
-            self.num_steps = _limit_warmup(self.num_steps, num_training_steps)
+        self.num_steps = num_warmup_steps
+        if warmup_ratio is not None:
+            if num_warmup_steps:
+                raise ValueError(
+                    f"num_warmup_steps is {num_warmup_steps} and warmup_ratio {warmup_ratio}: set one of the two."
+                )
+            if not 0 <= warmup_ratio < 1:
+                raise ValueError(f"warmup_ratio is {warmup_ratio}: it is a part of the run, from 0 to below 1.")
+            if num_training_steps is None:
+                raise ValueError("warmup_ratio is a part of the run: give num_training_steps, the steps of the run.")
+            self.num_steps = math.ceil(warmup_ratio * num_training_steps)
+        if num_training_steps is not None and self.num_steps >= max(1, num_training_steps):
+            shorter_warmup = num_training_steps // 10
+            log_rank_zero(
+                get_logger(),
+                f"num_warmup_steps: a warmup of {self.num_steps} steps is as long as the run's {num_training_steps} "
+                f"steps or longer, and the full learning rate would not be reached: the run warms up for "
+                f"{shorter_warmup} steps instead; set lr_scheduler.num_warmup_steps to choose another number.",
+                logging.WARNING,
+            )
+            self.num_steps = shorter_warmup
         self.floor = floor
 
     def then(

@@ -33,23 +33,22 @@ def cleanup_before_training() -> None:
 
 def reset_memory_stats(device: torch.device) -> None:
     """Reset the peaks of ``get_memory_stats``."""
-    _guard.call(lambda: _reset_peaks(device))
 
+    def reset() -> None:
+        if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
+            namespace = getattr(torch, device.type)
+            namespace.reset_peak_memory_stats(device)
+        elif device.type == "cpu" and sys.platform == "linux":
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
+            except OSError as error:
+                log_once(
+                    get_logger(),
+                    f"Peak memory counts from the start of the process: it cannot be reset here ({error}).",
+                    logging.DEBUG,
+                )
 
-def _reset_peaks(device: torch.device) -> None:
-    """Reset the peaks; may raise."""
-    if device.type in VALID_BACKENDS_FOR_MEMORY_STATS:
-        namespace = getattr(torch, device.type)
-        namespace.reset_peak_memory_stats(device)
-    elif device.type == "cpu" and sys.platform == "linux":
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets the peak resident set size
-        except OSError as error:
-            log_once(
-                get_logger(),
-                f"Peak memory counts from the start of the process: it cannot be reset here ({error}).",
-                logging.DEBUG,
-            )
+    _guard.call(reset)
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
@@ -86,30 +85,29 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
         >>> torchtune.training.get_memory_stats(torch.device("cpu"))
         {...}
     """
-    stats = _guard.call(lambda: _read_peaks(device), default={})
+
+    def read() -> dict[str, float]:
+        if device.type == "cpu":
+            return {"peak_memory_resident": resident_bytes("VmHWM") / _GIB}
+        if device.type == "mps":
+            return {
+                "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,
+                "peak_memory_alloc": torch.mps.driver_allocated_memory() / _GIB,
+            }
+        if device.type not in VALID_BACKENDS_FOR_MEMORY_STATS:
+            raise ValueError(f"there are no memory statistics for device type '{device.type}'")
+        namespace = getattr(torch, device.type)
+        active_bytes = namespace.memory_stats(device).get("active_bytes.all.peak", 0)
+        return {
+            "peak_memory_active": active_bytes / _GIB,
+            "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
+            "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
+        }
+
+    stats = _guard.call(read, default={})
     if reset_stats:
         reset_memory_stats(device)
     return stats
-
-
-def _read_peaks(device: torch.device) -> dict[str, float]:
-    """Read the peaks, see :func:`get_memory_stats`; may raise."""
-    if device.type == "cpu":
-        return {"peak_memory_resident": resident_bytes("VmHWM") / _GIB}
-    if device.type == "mps":
-        return {
-            "peak_memory_active": torch.mps.current_allocated_memory() / _GIB,
-            "peak_memory_alloc": torch.mps.driver_allocated_memory() / _GIB,
-        }
-    if device.type not in VALID_BACKENDS_FOR_MEMORY_STATS:
-        raise ValueError(f"there are no memory statistics for device type '{device.type}'")
-    namespace = getattr(torch, device.type)
-    active_bytes = namespace.memory_stats(device).get("active_bytes.all.peak", 0)
-    return {
-        "peak_memory_active": active_bytes / _GIB,
-        "peak_memory_alloc": namespace.max_memory_allocated(device) / _GIB,
-        "peak_memory_reserved": namespace.max_memory_reserved(device) / _GIB,
-    }
 
 
 def log_memory_stats(stats: dict[str, float], message: str = DEFAULT_LOG_MESSAGE) -> None:

@@ -267,7 +267,7 @@ class WandBLogger(TrackingLogger):
         """Check that wandb is installed and, unless it runs offline or can ask for it, has an API key."""
         wandb = cls.check_installed()
         mode = settings.get("mode") or os.environ.get("WANDB_MODE", "online")
-        # Earlier releases of wandb cannot look for a key without asking for it; the constructor finds out with them.
+        # Earlier releases of wandb cannot look for a key without asking for it: the constructor finds out then.
         can_look = "prompt" in inspect.signature(wandb.login).parameters
         if mode not in ("online", "shared") or sys.stdin.isatty() or not can_look:
             return
@@ -449,20 +449,19 @@ class MLFlowLogger(TrackingLogger):
         if not _is_rank_0():
             return
         is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
-        if is_folder:  # MLflow writes no files in a folder without a database any more
-            self._use_folder(Path(tracking_uri).absolute(), experiment_name or "Default")
+        if is_folder:  # MLflow no longer writes to a folder without a database
+            folder = Path(tracking_uri).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            self._mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+            name = experiment_name or "Default"
+            if self._mlflow.get_experiment_by_name(name) is None:
+                # Without a location, artifacts would go to the working directory.
+                self._mlflow.create_experiment(name, artifact_location=(folder / "artifacts").as_uri())
         elif tracking_uri is not None:
             self._mlflow.set_tracking_uri(tracking_uri)
         if experiment_name is not None:
             self._mlflow.set_experiment(experiment_name)
         self._run = self._mlflow.start_run(run_id=run_id, run_name=run_name)
-
-    def _use_folder(self, folder: Path, experiment_name: str) -> None:
-        """Keep metrics and artifacts in ``folder``; without a location, artifacts go to the working directory."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-        if self._mlflow.get_experiment_by_name(experiment_name) is None:
-            self._mlflow.create_experiment(experiment_name, artifact_location=(folder / "artifacts").as_uri())
 
     def _send_config(self, settings: dict[str, Any], path: Path) -> None:
         flat = {key: str(value) for key, value in flatten_dict(settings).items()}

@@ -9,7 +9,7 @@ from tests.tiny import write_checkpoint
 from torchtune import load
 from torchtune.data import RERANKER_FILE
 from torchtune.evaluation import EvaluationError, Reranker, RetrievalData, evaluate_reranking
-from torchtune.evaluation._reranking import rerank
+from torchtune.evaluation._retrieval import rerank
 
 DATA = RetrievalData(["who", "why"], ["cat", "dog", "bird", "red"], [[2], [3]])
 
@@ -57,7 +57,7 @@ def test_scores_do_not_depend_on_the_batch(models):
     torch.testing.assert_close(reranker.scores(pairs, batch_size=1), reranker.scores(pairs))
 
 
-def test_other_models_are_refused(models, tmp_path):
+def test_model_that_is_not_a_reranker_is_refused(models, tmp_path):
     embedder = load(models / "embedder", device="cpu", dtype="fp32")
     with pytest.raises(EvaluationError, match=f"there is no {RERANKER_FILE} in it"):
         Reranker.of(models / "embedder", *embedder)

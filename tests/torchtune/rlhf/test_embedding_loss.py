@@ -183,7 +183,7 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_second_pass_drops_what_the_first_has_dropped():
+def test_dropout_is_the_same_in_both_passes_of_cached_gradients():
     """With the random numbers of a loop that keeps the graph of every part."""
     batch = collate_embedding(ROWS)
     loss = InfoNCELoss(temperature=0.2, texts_per_pass=4)

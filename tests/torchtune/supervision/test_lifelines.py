@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from torchtune.supervision._lifelines import Lifelines
+from torchtune.supervision._heartbeats import Lifelines
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_living_ranks_are_not_lost(ring):
     assert [lifelines.cut_ranks for lifelines in ring] == [set(), set(), set()]
 
 
-def test_strangers_are_turned_away():
+def test_connection_without_the_token_is_closed():
     store = HashStore()
     lifelines = Lifelines(0, 2, "test", "127.0.0.1")
     lifelines.open(store)

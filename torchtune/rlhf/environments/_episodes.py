@@ -170,7 +170,16 @@ class Environments:
         """Sample ``num_samples`` episodes per prompt, sorted by prompt; without seeds, decoding is greedy."""
         started = time.monotonic()
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self._check_closed()
+        # The environments of the last call have had until now to close.
+        close_failures = []
+        for task in self._closing:
+            _, failure = task.result(wait=False)
+            if failure is not None:
+                _, message = failure
+                close_failures.append(message)
+        self._num_unclosed = len(close_failures)
+        if close_failures:
+            log_once(get_logger(), f"environment: close() failed: {close_failures[0]}.", logging.WARNING)
         conversations = []
         for prompt in prompts:
             for _ in range(num_samples):
@@ -185,18 +194,6 @@ class Environments:
         self._score(conversations)
         self.seconds["score"] = time.monotonic() - ended
         return [conversation.episode() for conversation in conversations]
-
-    def _check_closed(self) -> None:
-        """Count the environments of the last call for which ``close()`` failed or has not ended, and warn once."""
-        messages = []
-        for task in self._closing:
-            _, failure = task.result(wait=False)
-            if failure is not None:
-                _, message = failure
-                messages.append(message)
-        self._num_unclosed = len(messages)
-        if messages:
-            log_once(get_logger(), f"environment: close() failed: {messages[0]}.", logging.WARNING)
 
     def _make_conversation(self, index: int, prompt: Prompt) -> Conversation:
         """Return the conversation of a prompt, without an environment yet."""

@@ -89,7 +89,8 @@ class InfoNCELoss(AnswerLoss):
         """Check that the embeddings have the Matryoshka dimensions, and the passes no balancing loss.
 
         Raises:
-            LossError: they have not.
+            LossError: a number of ``matryoshka_dims`` exceeds the model's width, or ``texts_per_pass`` is set and the
+                experts have a balancing loss.
         """
         width = model.tok_embeddings.weight.shape[1]
         too_wide = [dim for dim in self.matryoshka_dims if dim > width]
@@ -121,7 +122,7 @@ class InfoNCELoss(AnswerLoss):
             name: name of the setting with its batch size.
         """
         if loader.smallest_micro_batch > 1:
-            if is_simulated():  # whose rows are equal
+            if is_simulated():  # all rows of a simulation are equal
                 return
             first = loader.dataset[0]["positive"]
             for index in range(len(loader.dataset)):
@@ -273,8 +274,8 @@ def _cosines(queries: Tensor, passages: Tensor) -> Tensor:
 def score_in_parts(score: Score, batch: Batch, size: int, num_passes: Callable[[int], int]) -> Tensor:
     """Score a batch in parts, each with two forward passes (GradCache; Gao et al. 2021, arXiv:2101.06983).
 
-    The first pass keeps nothing for the backward pass. There, each part is computed again with the same random numbers,
-    and its gradients are added to those of the parameters, before the next part is computed.
+    The first pass keeps nothing for the backward pass. The backward pass computes each part again, with the same random
+    numbers, and adds its gradients to those of the parameters before it computes the next part.
 
     Args:
         score: scores the documents of a part ``[n, ...]``.

@@ -323,8 +323,12 @@ class DeviceSkips:
         ``post_optimizer_hook`` must know on the host whether there was a step, and excludes it. Asked first at a step,
         because a resumed optimizer has the settings of its saved groups.
         """
-        if isinstance(self._optimizer, OptimizerInBackward) or _has_post_hook(self._model):
+        if isinstance(self._optimizer, OptimizerInBackward):
             return False
+        for module in self._model.modules():  # a part of a model may have conversions of its own
+            for conversion in get_conversions(module):
+                if type(conversion).post_optimizer_hook is not Conversion.post_optimizer_hook:
+                    return False
         return all(map(_can_skip, self._optimizers))
 
     def prepare(self, is_bad: Tensor) -> None:
@@ -380,13 +384,3 @@ def _can_skip(optimizer: Optimizer) -> bool:
     if type(optimizer) not in _SKIPPING:
         return False
     return all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _has_post_hook(model: nn.Module) -> bool:
-    """Return whether a conversion of a model, or of a part of it, does something after each step."""
-    for part in model.modules():
-        for conversion in get_conversions(part):
-            is_overridden = type(conversion).post_optimizer_hook is not Conversion.post_optimizer_hook
-            if is_overridden:
-                return True
-    return False

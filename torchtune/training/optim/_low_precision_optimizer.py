@@ -235,8 +235,17 @@ class LowPrecisionOptimizer(Optimizer):
                 without_rule.append(parameter)
         for device, parameters in with_rule.items():
             self._step_with_rule(parameters, group, rule, device)
-        if without_rule:
-            self._step_with_base_optimizer(without_rule, group)
+        settings = group
+        if self._is_fused(group):
+            settings = {**group, "fused": True}
+        # An optimizer may count in its settings: every parameter starts from the same count, and the group moves on
+        # once, with the count after the last parameter.
+        settings_after: dict[str, Any] = {}
+        for parameter in without_rule:
+            settings_after = self._step_parameter(parameter, settings)
+        for key, value in settings_after.items():
+            if key not in ("params", "fused"):
+                group[key] = value
 
     # Steps with an update of this library's.
 
@@ -281,7 +290,8 @@ class LowPrecisionOptimizer(Optimizer):
         """Return whether the stored tensors of a parameter are runs of its elements, which an update can change."""
         if self._is_low_bit(parameter) or not self._ids_of(parameter).is_run:
             return False
-        if own_part(parameter).numel() == 1:  # would be compiled for: one element is broadcast, more are not
+        # torch.compile compiles again for a tensor of one element, because it broadcasts.
+        if own_part(parameter).numel() == 1:
             return False
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -380,19 +390,6 @@ class LowPrecisionOptimizer(Optimizer):
 
     # Steps of the base optimizer.
 
-    def _step_with_base_optimizer(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Step parameters by the base optimizer, one after the other, and move the settings of their group on."""
-        settings = group
-        if self._is_fused(group):
-            settings = {**group, "fused": True}
-        # An optimizer may count in its settings: every parameter starts from the same count, and the group moves on
-        # once, with the count after the last parameter.
-        for parameter in parameters:
-            settings_after = self._step_parameter(parameter, settings)
-        for key, value in settings_after.items():
-            if key not in ("params", "fused"):
-                group[key] = value
-
     def _is_fused(self, group: dict[str, Any]) -> bool:
         """Return whether torch's fused kernel takes the step: it can, and the user has not disabled it."""
         if type(self._base_optimizer) not in _FUSABLE or group.get("fused") is False:
@@ -463,8 +460,16 @@ class LowPrecisionOptimizer(Optimizer):
         if stored.dtype in HALF:
             stand_in = stored.float()
         stand_in = stand_in.contiguous()
-        if not self._elementwise:
-            stand_in = _gather_like(stand_in, parameter)
+        if not self._elementwise and isinstance(parameter, DTensor):
+            sharded = DTensor.from_local(
+                stand_in,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            stand_in = sharded.full_tensor()  # an all-gather
         return stand_in
 
     def _run_base_optimizer(
@@ -560,7 +565,18 @@ class LowPrecisionOptimizer(Optimizer):
         precision = state_dict.get("precision", {})
         self._seed = int(precision.get("seed", self._seed))
         self.num_steps = int(precision.get("step", self.num_steps))
-        self._log_differences(precision)
+        # The run may go on in another way than the run that saved the state.
+        saved_mode = precision.get("mode", "param_dtype")
+        if saved_mode != self.precision:
+            get_logger().warning(
+                f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
+            )
+        elif self.precision == "stochastic_rounding" and precision.get("rounding") != _ROUNDING:
+            log_once(
+                get_logger(),
+                "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
+                "run continues with other draws, which are as valid.",
+            )
 
     def _match_states(self, state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
         """Return the saved state of every parameter.
@@ -588,20 +604,6 @@ class LowPrecisionOptimizer(Optimizer):
                     parameter = parameters_by_name[key]
                 states[parameter] = state_dict["state"].get(key, {})
         return states
-
-    def _log_differences(self, saved_precision: dict[str, Any]) -> None:
-        """Say where a run goes on in another way than the run whose ``precision`` was saved."""
-        saved_mode = saved_precision.get("mode", "param_dtype")
-        if saved_mode != self.precision:
-            get_logger().warning(
-                f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
-            )
-        elif self.precision == "stochastic_rounding" and saved_precision.get("rounding") != _ROUNDING:
-            log_once(
-                get_logger(),
-                "The optimizer state was saved by a release with another random generator for stochastic rounding: the "
-                "run continues with other draws, which are as valid.",
-            )
 
     def _load_parameter(self, parameter: nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool) -> None:
         """Load the state of a parameter, in the dtypes and on the devices of this optimizer's states."""
@@ -659,21 +661,6 @@ def _own_grad(parameter: nn.Parameter) -> Tensor:
     if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)  # reduces partial sums
     return own_part(grad).contiguous()
-
-
-def _gather_like(shard: Tensor, parameter: nn.Parameter) -> Tensor:
-    """All-gather a shard of a tensor that is sharded like ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    tensor = DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return tensor.full_tensor()
 
 
 # Low-bit states: torchao's tensors, written here in pieces.

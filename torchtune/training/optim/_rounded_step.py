@@ -327,7 +327,12 @@ class CompiledWhenItPays:
         if is_simulated():
             self._simulate(*args)
         elif self._compiled is not None:
-            self._call_compiled(*args)
+            try:
+                self._compiled(*map(_without_base, args))
+            except compiler_errors() as error:  # arguments of another kind are compiled again
+                self._compiled = None
+                self._log_failure(error)
+                self._function(*args)
         elif self._is_decided:
             self._function(*args)
         elif self._seconds_left <= 0 or not computes_on_cpu(args[1].device):
@@ -348,14 +353,6 @@ class CompiledWhenItPays:
         for tensor in _tensors(args):
             tensor.copy_(tensor)
 
-    def _call_compiled(self, *args: Any) -> None:
-        try:
-            self._compiled(*map(_without_base, args))
-        except compiler_errors() as error:  # arguments of another kind are compiled again
-            self._compiled = None
-            self._log_failure(error)
-            self._function(*args)
-
     def _compile(self, *args: Any) -> None:
         """Compile the function, call it once, and decide whether to use it from now on."""
         self._is_decided = True
@@ -363,10 +360,14 @@ class CompiledWhenItPays:
         if on_cpu and not has_cpp_compiler():
             self._function(*args)
             return
-        options = None
+        options: dict[str, Any] | None = None
+        if on_cpu and torch.backends.cpu.get_cpu_capability() == "AVX512":
+            # A vector of float32 becomes one of int32 through an array on the stack. The C++ compiler removes arrays of
+            # 16 elements, which two vectors of 256 bits are, and keeps the arrays of 32 elements that AVX-512 would
+            # take: with 256 bits, a step takes 0.62 times as long.
+            options = {"cpp.simdlen": 256}
         reference_args: Sequence[Any] = ()
         if on_cpu:
-            options = _cpu_options()
             # The function changes its arguments: the uncompiled call, to compare with, needs copies of them.
             reference_args = _copies(args)
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=options)
@@ -401,7 +402,7 @@ class BundledStep:
     def __init__(self) -> None:
         self._compiled: Callable[..., None] | None = None
         self._has_failed = False
-        # By the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
+        # Pieces of zeros, by the layout of the pieces that they stand beside: an update, and the dtypes of its tensors.
         self._fillers: dict[Hashable, list[Piece]] = {}
 
     def pays(self, pieces: Sequence[Piece]) -> bool:
@@ -418,9 +419,17 @@ class BundledStep:
         """
         if self._compiled is None:
             self._compiled = torch.compile(step_bundle, dynamic=True, fullgraph=True, options=_bundle_options())
-        layout = _layout(step.update, pieces[0])
+        # The pieces of a bundle have the same update and dtypes.
+        tensors = (pieces[0].weight, pieces[0].grad, *pieces[0].states)
+        layout = (step.update, pieces[0].weight.device, tuple(tensor.dtype for tensor in tensors))
         if layout not in self._fillers:
-            self._fillers[layout] = _make_fillers(pieces[0])
+            fillers = []
+            for index in range(BUNDLE):
+                # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
+                size = 1003 + 2 * index
+                states = [state.new_zeros(size) for state in pieces[0].states]
+                fillers.append(Piece(pieces[0].weight.new_zeros(size), pieces[0].grad.new_zeros(size), states))
+            self._fillers[layout] = fillers
             filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
             self._step_or_fail(step, self._fillers[layout], filler_origins)
         for first in range(0, len(pieces), BUNDLE):
@@ -451,25 +460,6 @@ class BundledStep:
         return True
 
 
-def _layout(update: UpdateFunction, piece: Piece) -> Hashable:
-    """Return what the pieces of a bundle must have in common."""
-    tensors = (piece.weight, piece.grad, *piece.states)
-    return update, piece.weight.device, tuple(tensor.dtype for tensor in tensors)
-
-
-def _make_fillers(like: Piece) -> list[Piece]:
-    """Return pieces of zeros for a whole bundle, with the layout of a piece."""
-    fillers = []
-    for index in range(BUNDLE):
-        # The compiler takes sizes that are equal in the first call for equal in all calls: these all differ.
-        size = 1003 + 2 * index
-        weight = like.weight.new_zeros(size)
-        grad = like.grad.new_zeros(size)
-        states = [state.new_zeros(size) for state in like.states]
-        fillers.append(Piece(weight, grad, states))
-    return fillers
-
-
 def _bundle_options() -> dict[str, Any]:
     """Return inductor's settings with which a bundle is one kernel; a release that lacks some launches more kernels."""
     options = {
@@ -482,18 +472,6 @@ def _bundle_options() -> dict[str, Any]:
     }
     available = compiler_options()
     return {name: value for name, value in options.items() if name in available}
-
-
-def _cpu_options() -> dict[str, Any]:
-    """Return inductor's settings for a step on this CPU.
-
-    A vector of float32 becomes one of int32 through an array on the stack. The C++ compiler removes arrays of 16
-    elements, which two vectors of 256 bits are, and keeps the arrays of 32 elements that AVX-512 would take: with 256
-    bits, a step takes 0.62 times as long.
-    """
-    if torch.backends.cpu.get_cpu_capability() == "AVX512":
-        return {"cpp.simdlen": 256}
-    return {}
 
 
 def _without_base(arg: Any) -> Any:

@@ -83,7 +83,16 @@ class ParallelDims:
             raise ParallelDimsError(
                 f"{_SETTINGS['pp']}: pipeline parallelism is not available in this release: set it to 1."
             )
-        self._check_sizes()
+        for name in (*_MESH, "ep"):
+            size = getattr(self, name)
+            if size >= 1:
+                continue
+            if name != "dp_shard":
+                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be at least 1.")
+            if size != -1:
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]} is {size}: it must be at least 1, or -1 for all that are left."
+                )
         # Processes of one shard: the product of all mesh dimensions but dp_shard.
         shard_processes = self.dp_replicate * self.cp * self.tp
         if self.dp_shard == -1:
@@ -103,19 +112,6 @@ class ParallelDims:
         self._device = torch.device("cpu")  # device of the default group's messages
         self.waited = 0.0  # seconds spent in collectives, mostly waiting for slower processes
 
-    def _check_sizes(self) -> None:
-        """Raise for a size below 1; only ``dp_shard`` may be -1."""
-        for name in (*_MESH, "ep"):
-            size = getattr(self, name)
-            if size >= 1:
-                continue
-            if name != "dp_shard":
-                raise ParallelDimsError(f"{_SETTINGS[name]} is {size}: it must be at least 1.")
-            if size != -1:
-                raise ParallelDimsError(
-                    f"{_SETTINGS[name]} is {size}: it must be at least 1, or -1 for all that are left."
-                )
-
     def _check_experts(self) -> None:
         """Raise unless ``ep`` divides the ranks with different tokens."""
         shards = self.dp_shard * self.cp * self.tp
@@ -127,21 +123,6 @@ class ParallelDims:
                 f"expert_parallel_dim is {self.ep}: it must divide the shards, {factors} = {shards}, whose processes "
                 "share the experts."
             )
-
-    def _check_same_sizes(self) -> None:
-        """Check that all processes have the same sizes: each machine has a command line of its own. A collective."""
-        sizes = [self.dp_replicate, self.dp_shard, self.cp, self.tp, self.ep]
-        # Maxima of the sizes, and of the negative sizes, which are the negative minima: one collective for both.
-        negative_sizes = [-size for size in sizes]
-        bounds = torch.tensor([sizes, negative_sizes], device=message_device())
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        all_largest, all_negative_smallest = bounds.tolist()
-        for name, largest, negative_smallest in zip((*_MESH, "ep"), all_largest, all_negative_smallest, strict=True):
-            if largest != -negative_smallest:
-                raise ParallelDimsError(
-                    f"{_SETTINGS[name]} is {-negative_smallest} on one rank and {largest} on another: give all "
-                    "machines the same config and the same command line."
-                )
 
     @classmethod
     def start(cls, device: torch.device, **sizes: int) -> "ParallelDims":
@@ -171,7 +152,19 @@ class ParallelDims:
             # two split groups share a listener. With connections at the first message (see join_process_group), they
             # then wait for each other forever.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
-        dims._check_same_sizes()
+        # Each machine has a command line of its own, and ranks with different sizes would wait for each other forever.
+        # One all-reduce gives the maxima of the sizes and, as maxima of the negative sizes, the negative minima.
+        sizes_of_rank = [dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp, dims.ep]
+        negative_sizes = [-size for size in sizes_of_rank]
+        bounds = torch.tensor([sizes_of_rank, negative_sizes], device=message_device())
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        all_largest, all_negative_smallest = bounds.tolist()
+        for name, largest, negative_smallest in zip((*_MESH, "ep"), all_largest, all_negative_smallest, strict=True):
+            if largest != -negative_smallest:
+                raise ParallelDimsError(
+                    f"{_SETTINGS[name]} is {-negative_smallest} on one rank and {largest} on another: give all "
+                    "machines the same config and the same command line."
+                )
         dims._make_mesh(device.type)
         return dims
 

@@ -66,8 +66,8 @@ class ShardGrid:
     def stack(self, shard: Tensor, parameter: Tensor, max_length: int) -> Tensor:
         """Wrap this rank's data as its row of a DTensor with a row for each shard, without communication.
 
-        Rows are padded to ``max_length``, because shards differ in length. So are codes of quantized states stored, for
-        example. If nothing is sharded, the data themselves are returned.
+        Codes of quantized states are stored in this way. Rows are padded to ``max_length``, because shards differ in
+        length. If nothing is sharded, the data themselves are returned.
         """
         if not self.sizes:
             return shard

@@ -28,7 +28,7 @@ def counted(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_one_message_a_step(counted):
+def test_ranks_exchange_one_message_per_step(counted):
     """Fourteen numbers: loss, norm, 2 means, 3 counts, 5 flags. The first step of an epoch also sends its 3 counts."""
     for (size, _), run in counted.items():
         steps = run["steps"]

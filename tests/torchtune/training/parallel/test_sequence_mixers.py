@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_mixers_that_share_sequences_are_told_apart_for_generation():
+def test_mixers_that_share_sequences_are_found():
     model = nn.Sequential(mixer("delta"), mixer("short convolution"))
     assert not shards_sequences(model)
     model[1].share = SequenceShare(group=None)

@@ -23,7 +23,7 @@ def test_stall_outside_the_loop_is_reported_and_ends_the_run(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
-def test_activity_has_a_name_and_the_outer_one_returns():
+def test_activity_is_named_and_the_outer_name_returns_after_a_block():
     sign_of_life()  # nobody watches: nothing happens
     with watch_activity(activity := Activity(None, "set-up")):
         moves = activity.moves

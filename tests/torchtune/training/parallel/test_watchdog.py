@@ -25,7 +25,7 @@ def ended(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_every_process_that_can_ends_and_says_who_is_behind(name, ended):
+def test_every_process_exits_and_names_the_stalled_rank(name, ended):
     assert not ended[name]["wrong"], f"{ended[name]['wrong']} ({ended[name]['slow'] or 'the machine was not slow'})"
 
 
@@ -67,7 +67,7 @@ def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
     assert "torchrun starts all ranks again" in str(lost_store)
 
 
-def test_no_time_limit_watches_nothing():
+def test_watchdog_needs_no_timeout_but_refuses_zero():
     activity = supervision.Throughput().activity
     with supervision.Watchdog(activity, training.ParallelDims(), None):
         pass

@@ -1,12 +1,11 @@
-"""Sentences about the steps, the batches and the data of a run."""
+"""The steps of a run: rows of a batch, length of an epoch, length of the run."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune.config import RecipeSettingsError, SettingsView
+from torchtune.config import SettingsView
 from torchtune.data import BatchLoader
-from torchtune.supervision._best_validation import BestValidation
 
 
 @dataclass(frozen=True)
@@ -112,31 +111,3 @@ class StepPlan:
         else:
             advice = "batch_size and gradient_accumulation_steps lower"
         return f"an epoch has only {examples:,} rows or packs, one incomplete step: set {advice}"
-
-
-def explain_no_validation(settings: Any, steps: int) -> str | None:
-    """Return why a run of this many steps never uses its validation data; None if it does, or has none.
-
-    Raises:
-        RecipeSettingsError: ``keep_best`` or ``early_stopping_patience`` needs a validation.
-
-    Example:
-        >>> settings = {"dataset_val": {"_component_": "torchtune.datasets.chat_dataset"}}
-        >>> torchtune.supervision.explain_no_validation(settings, steps=10)
-        'it is never measured: run_val_every_n_steps is not set'
-    """
-    cfg = SettingsView.of(settings)
-    every = cfg.run_val_every_n_steps
-    if cfg.dataset_val is None:
-        return None
-    if every is not None and (not isinstance(every, int) or every <= steps):  # a fraction and epochs are always due
-        return None
-    if every is None:
-        return "it is never measured: run_val_every_n_steps is not set"
-    reason = f"run_val_every_n_steps is {every:,} and the run has {steps:,} steps: set it to at most that"
-    if cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best):
-        return f"it is never measured: {reason}"
-    for name in ("keep_best", "early_stopping_patience"):
-        if getattr(cfg, name) is not None:
-            raise RecipeSettingsError(f"{name}: there would be no validation to compare, {reason}.")
-    return f"it is never measured: {reason}"
