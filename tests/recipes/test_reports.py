@@ -139,6 +139,20 @@ def test_a_run_that_fails_has_a_page_that_says_why(tmp_path):
     assert "IndexError: pop from empty list" in (folder / "report.html").read_text()
 
 
+def test_a_run_that_is_resumed_with_more_epochs_measures_the_same_rows(tmp_path):
+    """A twentieth of the rows of the run is measured, which is more with 16 epochs than with 8."""
+    stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
+    first = run(LORA, tmp_path, stop, batch_size=24, gradient_accumulation_steps=1, epochs=8)
+    module = load_recipe(LORA, tmp_path, None)
+    overrides = ["resume_from_checkpoint=True", "epochs=16"]
+    module.recipe_main(load_and_check(first.path / "torchtune_config.yaml", overrides, module.recipe_main))
+    run_folder = RunFolder(first.path)
+    before = run_folder.measured("before")
+    assert len(before["values"]) == 192 // 20
+    assert run_folder.measured("after")["rows"] == before["rows"]
+    assert judge(run_folder).interval.pairs == len(before["values"])
+
+
 def test_a_resumed_run_is_measured_against_its_beginning(tmp_path):
     stop = after_each_step("self.global_step == 2 and __import__('signal').raise_signal(2)")
     first = run(LORA, tmp_path, stop, max_steps_per_epoch=4)

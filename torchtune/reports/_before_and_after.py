@@ -4,6 +4,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class Measurement:
         loader_val: loader of the validation data, or None.
         total_steps: steps of the run.
         rows_per_loss: number of rows that the loss compares with each other.
+        recorded_rows: the rows that were measured before the first step of a run that is resumed, None in a new run.
+            A resume may have more epochs or other processes, from which other rows would follow.
         answers_guard: guard of the answers, which need more of a tokenizer and a model than the losses.
     """
 
@@ -60,6 +63,7 @@ class Measurement:
         *,
         total_steps: int,
         rows_per_loss: int,
+        recorded_rows: Sequence[int] | None = None,
         answers_guard: ObserverGuard,
     ) -> None:
         self._dims = dims
@@ -80,6 +84,8 @@ class Measurement:
         rows_of_run = total_steps * loader.examples_per_step
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, rows_of_run // 20))
         count = max(count, multiple)
+        if recorded_rows is not None:
+            count = max(recorded_rows, default=0) + 1
         if measured_loader.dataset.is_stream:
             self._rows = _first_rows_of_stream(cfg, tokenizer, count)
             indices = np.arange(len(self._rows))
@@ -88,8 +94,13 @@ class Measurement:
             indices = np.arange(len(self._rows))
             if any(getattr(cfg.source, name, None) is not None for name in _CACHES):
                 indices = measured_loader.visited_indices(1)
-        count = min(count, len(indices)) // multiple * multiple  # rounded down to whole batches on every rank
-        self._indices = _evenly_spaced(indices, count)
+        if recorded_rows is None:
+            count = min(count, len(indices)) // multiple * multiple  # rounded down to whole batches on every rank
+            self._indices = _evenly_spaced(indices, count)
+        else:
+            # Rounded up by measuring the first rows twice, which changes no value.
+            count = -(-len(recorded_rows) // multiple) * multiple
+            self._indices = list(islice(cycle(recorded_rows), count))
 
     def losses(self, compute_loss: Callable[[Batch], torch.Tensor], step_metrics: StepMetrics) -> dict[str, Any]:
         """Return the loss of each row (of each pack, if the data is packed), and greedy answers. A collective.
@@ -99,8 +110,8 @@ class Measurement:
             step_metrics: where ``compute_loss`` logs; the run's own values stay as they are.
 
         Returns:
-            ``what`` and ``on`` (what was measured, and the setting of the data), ``values`` (digest of a row -> loss,
-            None without labels) and ``answers``.
+            ``what`` and ``on`` (what was measured, and the setting of the data), ``rows`` (their indices in the data),
+            ``values`` (digest of a row -> loss, None without labels) and ``answers``.
         """
         if not self._indices:
             return {"values": {}, "answers": []}
@@ -113,7 +124,7 @@ class Measurement:
             seconds = (time.perf_counter() - start) / len(batches)
             answers = observe_together(self._answers_guard, lambda: self._generate_answers(seconds), self._dims)
         values = {name: averages.get(f"val_{name}") for name in names}
-        return {"what": "loss", "on": self._setting, "values": values, "answers": answers or []}
+        return self._result("loss", values, answers or [])
 
     def rewards(self, sample: Callable[..., Any], step_metrics: StepMetrics) -> dict[str, Any]:
         """Return the reward of a greedy answer to each prompt, and the answers; see :meth:`losses`. A collective.
@@ -138,7 +149,10 @@ class Measurement:
             question = self._tokenizer.decode(prompt.tokens)[:_MOST_CHARACTERS]
             answers.append({"prompt": question, "expected": "", "answer": text[:_MOST_CHARACTERS]})
         values = {name: averages.get(f"val_{name}") for name in names}
-        return {"what": "reward", "on": self._setting, "values": values, "answers": answers}
+        return self._result("reward", values, answers)
+
+    def _result(self, what: str, values: dict[str, float | None], answers: list[dict[str, str]]) -> dict[str, Any]:
+        return {"what": what, "on": self._setting, "rows": self._indices, "values": values, "answers": answers}
 
     @property
     def _own_batches(self) -> slice:

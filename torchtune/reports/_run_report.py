@@ -163,6 +163,13 @@ class RunReport:
             )
         self._guards["summary"].call(self._log_summary)
         if not is_simulated():
+            recorded_rows = None
+            if step > 0:
+                # Rank 0 reads the folder for all, because other machines may not see it.
+                if self._dims.is_main:
+                    recorded_rows = self._guards["record"].call(lambda: RunFolder(self._folder).measured("before"))
+                    recorded_rows = (recorded_rows or {}).get("rows")
+                recorded_rows = broadcast_object(recorded_rows)
             self._measurement = self._together(
                 lambda: Measurement(
                     self._cfg,
@@ -173,6 +180,7 @@ class RunReport:
                     self._loader_val,
                     total_steps=self._total_steps,
                     rows_per_loss=self._rows_per_loss,
+                    recorded_rows=recorded_rows,
                     answers_guard=self._guards["answers"],
                 )
             )
