@@ -91,7 +91,7 @@ MODULES = {
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.layer_norm": "torchtune.modules",
     **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
-    **_modules("torchtune.modules.model_fusion", "_deep_fusion _early_fusion _fusion_utils"),
+    **_modules("torchtune.modules.model_fusion", "_deep_fusion _early_fusion _fusion_layers _fusion_utils"),
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
