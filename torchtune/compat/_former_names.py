@@ -88,6 +88,7 @@ MODULES = {
     "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
+    "torchtune.modules.peft.lora_experts": "torchtune.modules.peft.lora",
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.layer_norm": "torchtune.modules",
     **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
@@ -236,7 +237,7 @@ NAMES = {
         "_low_ram_reparametrize_as_dtype_state_dict_post_hook _register_reparametrize_state_dict_hooks "
         "_use_low_cpu_ram",
     ),
-    "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
+    "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
     **_names(
         "torchtune.modules.peft.peft_utils", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"

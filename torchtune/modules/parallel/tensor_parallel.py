@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.embeddings import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.output_projection import CappedLinear, ClassifierHead, soft_cap
@@ -29,7 +30,6 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
-from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import DoRALinear, LoRALinear, lora_projection, scale_rows, updated_weight
 from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError

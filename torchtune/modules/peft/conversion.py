@@ -26,8 +26,14 @@ from torchtune.modules.peft.adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft.lora import AdapterStart, DoRALinear, LoRALinear, check_adapter_numbers, lora_scaling
-from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
+from torchtune.modules.peft.lora import (
+    AdapterStart,
+    DoRALinear,
+    LoRAGroupedExperts,
+    LoRALinear,
+    check_adapter_numbers,
+    lora_scaling,
+)
 
 if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
