@@ -35,30 +35,37 @@ class _DeltaChunks(Chunks):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
         super().__init__(q, k, v, g, beta, resets)
         # 1e-6, as in the published models: a vector of zeros keeps its length.
-        self.q_scale = torch.rsqrt(self.q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
-        self.k_scale = torch.rsqrt(self.k.square().sum(-1, keepdim=True) + 1e-6)
+        squared_q_lengths = self.q.square().sum(-1, keepdim=True)  # [n, n_k, 1, c, 1]
+        squared_k_lengths = self.k.square().sum(-1, keepdim=True)
+        self.q_scale = torch.rsqrt(squared_q_lengths + 1e-6) * q.shape[-1] ** -0.5
+        self.k_scale = torch.rsqrt(squared_k_lengths + 1e-6)
         self.q = self.q * self.q_scale
         self.k = self.k * self.k_scale
 
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return ``[b, n_k, r, h_k, h_v]``."""
-        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
+        batch_size, _, key_heads, key_dim = k.shape
+        value_heads, value_dim = v.shape[2:]
+        return batch_size, key_heads, value_heads // key_heads, key_dim, value_dim
 
     def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
+        # Matrices [n, n_k, r, c, c] have no names here and below, so that each is freed once it is used.
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
         written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
         state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
         keys_until_end = self.k * self.until_end
         decays = self._decays_of_states()
-        # In place: `written` becomes u = written - W S, for the state S before the chunk, which is known only now.
-        for index, (chunk_written, chunk_weights, chunk_keys) in enumerate(
-            zip(*map(self._by_chunk, (written, state_weights, keys_until_end)), strict=True)
-        ):
-            chunk_written.baddbmm_(chunk_weights, states[index].flatten(0, 2), alpha=-1)
+        written_of_chunks = self._by_chunk(written)
+        weights_of_chunks = self._by_chunk(state_weights)
+        keys_of_chunks = self._by_chunk(keys_until_end)
+        for index in range(self.num_chunks):
+            # In place: `written` becomes u = written - W S, for the state S before the chunk, which is known only now.
+            chunk_written = written_of_chunks[index]
+            chunk_written.baddbmm_(weights_of_chunks[index], states[index].flatten(0, 2), alpha=-1)
             torch.mul(states[index], decays[index], out=states[index + 1])
-            states[index + 1].flatten(0, 2).baddbmm_(chunk_keys.mT, chunk_written)
+            states[index + 1].flatten(0, 2).baddbmm_(keys_of_chunks[index].mT, chunk_written)
         from_chunk = ((self.q @ self.k.mT) * self.decay) @ written
         from_states = self.q @ states[:-1].flatten(0, 1)
         torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
@@ -121,15 +128,19 @@ class _DeltaChunks(Chunks):
         # Gradients of the logarithms of the decays; since_state of the last position also decays the state before the
         # chunk to the state after it.
         d_log_since = (q * d_q_by_state).sum(-1).sub_((k * negative_d_k_by_state).sum(-1))
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_states_after * states_before).sum((-2, -1))
+        d_decays_of_states = (d_states_after * states_before).sum((-2, -1))  # [n, n_k, r]
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * d_decays_of_states
         d_log_until = (keys_until_end * d_keys_until_end).sum(-1)
         d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
 
         # Through the normalization, whose queries have the length h_k ** -0.5; r value heads share q and k.
         d_q = (d_q_by_state.add_(d_scores @ k)).sum(2, keepdim=True)  # [n, n_k, 1, c, h_k]
         d_k = d_k.sum(2, keepdim=True)
-        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1]))
-        d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
+        # The part of a gradient along its vector changes the length, which the normalization takes away again.
+        d_q_length = (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1])  # [n, n_k, 1, c, 1]
+        d_q = self.q_scale * (d_q - q * d_q_length)
+        d_k_length = (k * d_k).sum(-1, keepdim=True)
+        d_k = self.k_scale * (d_k - k * d_k_length)
         for target, gradient in zip(grads, (d_q, d_k, d_error, d_g, d_beta), strict=True):
             target.copy_(self.split(gradient))
         return d_states[0]
@@ -151,11 +162,14 @@ class _DeltaChunks(Chunks):
         decays = self._decays_of_states()
         # A state is read by the queries of its chunk (above), decays to the next state, and changes what its chunk
         # writes by -W S. So the gradient of what is written has to be complete before that of the state.
-        tensors_of_chunks = zip(*map(self._by_chunk, (d_written, state_weights, keys_until_end)), strict=True)
-        for index, (chunk_d_written, chunk_weights, chunk_keys) in reversed(list(enumerate(tensors_of_chunks))):
-            chunk_d_written.baddbmm_(chunk_keys, d_states[index + 1].flatten(0, 2))
+        d_written_of_chunks = self._by_chunk(d_written)
+        weights_of_chunks = self._by_chunk(state_weights)
+        keys_of_chunks = self._by_chunk(keys_until_end)
+        for index in reversed(range(self.num_chunks)):
+            chunk_d_written = d_written_of_chunks[index]
+            chunk_d_written.baddbmm_(keys_of_chunks[index], d_states[index + 1].flatten(0, 2))
             d_states[index].addcmul_(d_states[index + 1], decays[index])
-            d_states[index].flatten(0, 2).baddbmm_(chunk_weights.mT, chunk_d_written, alpha=-1)
+            d_states[index].flatten(0, 2).baddbmm_(weights_of_chunks[index].mT, chunk_d_written, alpha=-1)
 
     def _inverse(self, decayed_similarities: Tensor) -> Tensor:
         """Return the inverse of I + system for the products of keys ``k k^T``, decayed, ``[n, n_k, r, c, c]``."""
@@ -192,7 +206,7 @@ def kernel_delta_rule(
     of their ``chunks`` of ``KERNEL_CHUNK`` positions ``[chunks, 2]``. Without these it derives them, for which the host
     waits.
     """
-    row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
+    row = [tensor.flatten(0, 1)[None] for tensor in (q, k, v, g, beta)]  # [1, b * s, ...]
     options = {"cu_seqlens": cu_seqlens, "chunk_indices": chunks, "chunk_size": KERNEL_CHUNK}
     out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, **options)
     return out.view(v.shape)
@@ -344,7 +358,15 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
-        qkv, z, b, a = self._projected(x)
+        # Concatenated queries, keys and values, and what becomes the gate (z), beta (b) and the decay (a).
+        if self.fused:
+            qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
+            b, a = self.ba_proj(x).chunk(2, dim=-1)
+        else:
+            qkv = self.qkv_proj(x)
+            z = self.z_proj(x)
+            b = self.b_proj(x)
+            a = self.a_proj(x)
         share = self.share
         per_head = ((self.num_value_heads, 1),)
         blocks = (
@@ -355,12 +377,14 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
         mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks, documents=documents)
-        q, k, v = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
+        own_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
+        q, k, v = mixed.split(own_widths, dim=-1)
         q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
         rate = -share.own_channels(self.a_log, per_head).float().exp()
-        log_decay = rate * F.softplus(a.float() + share.own_channels(self.dt_bias, per_head))  # [b, s, n_v]
+        dt_bias = share.own_channels(self.dt_bias, per_head)
+        log_decay = rate * F.softplus(a.float() + dt_bias)  # [b, s, n_v]
         beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
             boundaries = documents
@@ -383,14 +407,6 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     def sharing_obstacle(self, ranks: int) -> str | None:
         """See the base class."""
         return heads_obstacle("GatedDeltaNet", ranks, self.num_value_heads, self.num_key_heads, "key heads")
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""
-        if not self.fused:
-            return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
-        qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
-        b, a = self.ba_proj(x).chunk(2, dim=-1)
-        return qkv, z, b, a
 
     @property
     def state_elements(self) -> int:

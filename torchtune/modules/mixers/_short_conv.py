@@ -95,12 +95,25 @@ class _SeparatedConv(torch.autograd.Function):
         d_out = _separated(grad, index, ctx.row_length, 0)
         needed = list(ctx.needs_input_grad[:3])
         d_inputs, d_weight, d_bias = torch.ops.aten.convolution_backward(
-            d_out, inputs, weight[:, None], [channels], [1], [0], [1], False, [0], channels, needed
+            d_out,
+            inputs,
+            weight[:, None],
+            bias_sizes=[channels],
+            stride=[1],
+            padding=[0],
+            dilation=[1],
+            transposed=False,
+            output_padding=[0],
+            groups=channels,
+            output_mask=needed,
         )
         d_x = None
         if d_inputs is not None:
-            d_x = d_inputs[0, :, taps - 1 :].mT.index_select(0, index).view_as(x)
-        return d_x, None if d_weight is None else d_weight[:, 0], d_bias, None
+            d_row = d_inputs[0, :, taps - 1 :].mT  # [row length, c]
+            d_x = d_row.index_select(0, index).view_as(x)
+        if d_weight is not None:
+            d_weight = d_weight[:, 0]  # [c, 1, K] -> [c, K]
+        return d_x, d_weight, d_bias, None
 
 
 def _separated(x: Tensor, index: Tensor, row_length: int, num_before: int) -> Tensor:
@@ -138,7 +151,9 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
 
 def index_documents(reach: Tensor, rows: int) -> Tensor:
     """Number the documents of each row, int32 ``[rows, s]``, as kernels of other packages expect them."""
-    return (reach == 0).cumsum(-1, dtype=torch.int32).expand(rows, -1).contiguous()
+    is_first = reach == 0  # position of a document
+    numbers = is_first.cumsum(-1, dtype=torch.int32)
+    return numbers.expand(rows, -1).contiguous()
 
 
 @outside_graphs
