@@ -69,9 +69,13 @@ class OptionalKernel:
             return "it runs on CUDA"
         if _allowed is not None and self.package not in _allowed:
             return f"OptionalKernels does not name {self.package}"
-        problem = self._package_problem()
-        if problem is not None:
-            return problem
+        version = self.installed_version()
+        if version is None:
+            return f"{self.package} is not installed ({self.install})"
+        from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
+
+        if version[0].isdigit() and Version(version) < Version(self.version):
+            return f"{self.package} {version} is older than {self.version} ({self.install})"
         capability = torch.cuda.get_device_capability(device)
         major, _ = capability
         if capability < self.capability:
@@ -96,17 +100,6 @@ class OptionalKernel:
             if importlib.util.find_spec(top) is None:
                 return None
             return "(unknown version)"  # a checkout on the path, for example
-
-    def _package_problem(self) -> str | None:
-        """Return why the installed package does not serve, or None if it does."""
-        version = self.installed_version()
-        if version is None:
-            return f"{self.package} is not installed ({self.install})"
-        from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
-
-        if version[0].isdigit() and Version(version) < Version(self.version):
-            return f"{self.package} {version} is older than {self.version} ({self.install})"
-        return None
 
     def load(self) -> Callable[..., Any]:
         """Import the function. Raises what the package raises."""
