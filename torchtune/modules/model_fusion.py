@@ -445,9 +445,12 @@ class DeepFusionModel(FusionModel):
                 cases in :meth:`torchtune.modules.TransformerDecoder.forward`.
         """
         x = input_embeds if tokens is None else tokens  # [b, s] or [b, s, d]
-        if encoder_input is not None and not _has_images(encoder_input):
-            encoder_input = None
-            encoder_mask = None
+        if encoder_input is not None:
+            images = encoder_input.get("images", encoder_input)  # other arguments than `images` count as one
+            is_empty = isinstance(images, Tensor) and images.numel() == 0
+            if images is None or is_empty:
+                encoder_input = None
+                encoder_mask = None
 
         features = None  # [b, t, d]
         if encoder_input is not None:
@@ -487,13 +490,6 @@ class DeepFusionModel(FusionModel):
         sees_nothing = torch.zeros(1, 1, 1, dtype=torch.bool, device=x.device)
         mask = sees_nothing.expand(batch_size, num_tokens, features.shape[1])
         return features, mask
-
-
-def _has_images(encoder_input: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of an encoder hold an image; other arguments than ``images`` count as one."""
-    images = encoder_input.get("images", encoder_input)
-    is_empty = isinstance(images, Tensor) and images.numel() == 0
-    return images is not None and not is_empty
 
 
 class ImageTextModel(FusionModel):

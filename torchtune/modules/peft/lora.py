@@ -306,19 +306,20 @@ class LoRALinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self._set_up(in_dim, out_dim, rank, alpha, dropout)
-        self._initialize_base()
+        if not self.weight.is_meta:  # as nn.Linear initializes them
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            if use_bias:
+                bound = 1 / math.sqrt(in_dim)
+                nn.init.uniform_(self.bias, -bound, bound)
         if quantize_base:
-            self._quantize_base(quantization_kwargs)
+            # The layer becomes an instance of its own class and of FrozenNF4Linear, with the base that this makes.
+            self.in_features = in_dim  # from_linear reads both
+            self.out_features = out_dim
+            base = FrozenNF4Linear.from_linear(self, **quantization_kwargs)
+            self.__dict__.update(vars(base))
+            self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
         self._make_adapter(self.weight.device, self.stored_weight().dtype)
         self.initialize_parameters()
-
-    def _quantize_base(self, options: dict[str, Any]) -> None:
-        """Store the base in NF4: the layer becomes an instance of its own class and of :class:`FrozenNF4Linear`."""
-        self.in_features = self.in_dim  # as nn.Linear has them, which from_linear reads
-        self.out_features = self.out_dim
-        base = FrozenNF4Linear.from_linear(self, **options)
-        self.__dict__.update(vars(base))
-        self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
 
     def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
         """Set the attributes that are neither the base's nor the adapter's parameters."""
@@ -337,15 +338,6 @@ class LoRALinear(nn.Module):
         # Created on meta, because nn.Linear would initialize them; initialize_parameters() does.
         self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
         self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
-
-    def _initialize_base(self) -> None:
-        """Initialize the base weight as ``nn.Linear`` does. No-op on meta."""
-        if self.weight.is_meta:
-            return
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_dim)
-            nn.init.uniform_(self.bias, -bound, bound)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
