@@ -46,7 +46,8 @@ class VocabularyGrowth:
         block_sums = []
         for start in range(0, self.first_new, _ROWS_AT_A_TIME):
             end = min(start + _ROWS_AT_A_TIME, self.first_new)
-            block_sums.append(read_rows(start, end).float().sum(dim=0))
+            block_sum = read_rows(start, end).float().sum(dim=0)
+            block_sums.append(block_sum)
         mean = sum(block_sums) / self.first_new
         initial = mean.expand(num_new, *mean.shape).clone()
         for index, token_ids in enumerate(self.descriptions):
@@ -54,7 +55,8 @@ class VocabularyGrowth:
                 continue
             rows = []
             for token_id in token_ids:
-                rows.append(read_rows(token_id, token_id + 1)[0].float())
+                row = read_rows(token_id, token_id + 1)[0]
+                rows.append(row.float())
             initial[index] = torch.stack(rows).mean(dim=0)
         return initial
 

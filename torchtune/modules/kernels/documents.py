@@ -38,8 +38,8 @@ class Boundaries:
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: number of keys of the longest document. It is a number in Python, which the compiler takes for a
-            variable once it has seen two values: it is not rounded, so that this is in the second batch.
+        max_length: number of keys of the longest document, in Python. The compiler makes it a symbol once it has seen
+            two values; it is not rounded, so that the second batch already has another one.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.

@@ -337,7 +337,8 @@ def sum_over_shards(sums: dict[str, Tensor], group: dist.ProcessGroup) -> dict[s
     """Sum values of rows, [n] by name, over the shards of the vocabulary: in one all-reduce."""
     from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
 
-    totals = sum_of_equals(torch.stack(list(sums.values())), group)
+    stacked = torch.stack(list(sums.values()))  # [sums, n]
+    totals = sum_of_equals(stacked, group)
     return dict(zip(sums, totals, strict=True))
 
 

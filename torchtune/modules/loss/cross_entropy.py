@@ -640,7 +640,8 @@ class ClassificationLoss(SFTLoss, nn.Module):
             index = label_index(labels)
         if not len(index):
             return zero_loss(hidden, projection), torch.zeros((), dtype=torch.int64, device=labels.device)
-        logits = at_least_float32(projection(hidden.index_select(0, index)))  # [n, c]
+        labeled_hidden = hidden.index_select(0, index)  # [n, d]
+        logits = at_least_float32(projection(labeled_hidden))  # [n, c]
         labels = labels.index_select(0, index)  # [n]
         if self._targets is None:
             targets = labels.unsqueeze(-1)  # [n, 1], classes

@@ -13,14 +13,15 @@ from torchtune.utils import launches_kernels
 
 CHUNK = 64  # positions; the state before each chunk is saved for the backward pass
 
-# The most elements of a tensor of a group of chunks, which are computed at once. Forward passes keep up to 8 tensors of
-# this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose launches take longer than the host needs
-# for the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one chunk.
+# Largest number of elements of a tensor of a group, the chunks that are computed at once. Forward passes keep up to 8
+# tensors of this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose kernels take longer than the
+# host needs to launch the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one
+# chunk.
 _GROUP_ELEMENTS = {"cpu": 2**17}
 _GROUP_ELEMENTS_OF_GPUS = 2**24
 
-# The logarithm of no decay at all, exp(-1000) = 0: a document does not see the state that others left. Minus infinity
-# would make differences of cumulative sums undefined, and a larger number would cost them digits.
+# Logarithm of a decay to nothing, exp(-1000) = 0: a document does not see the state that an earlier one left. Minus
+# infinity would make differences of cumulative sums undefined, and a larger magnitude would cost them digits.
 _CLOSED = -1000.0
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -53,7 +54,7 @@ class Chunks(ABC):
             with one chunk, or if the class does not need it.
     """
 
-    # Whether all states are one product, with a matrix of the decays between them.
+    # Whether the states of all chunks are computed as one matrix product, with the decays between them.
     multiplies_states: ClassVar[bool] = False
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:

@@ -261,7 +261,8 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize ``x`` ``[..., dim]`` and multiply by ``silu(gate)`` in float32; return the dtype of ``x``."""
         normed = rms_norm(x, self.eps, self.scale)
-        return (normed.float() * F.silu(gate.float())).to(x.dtype)
+        gated = normed.float() * F.silu(gate.float())
+        return gated.to(x.dtype)
 
 
 class GatedDeltaNet(RecurrentMixer, KernelUser):
@@ -377,13 +378,13 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
         mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks, documents=documents)
-        own_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
-        q, k, v = mixed.split(own_widths, dim=-1)
+        local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
+        q, k, v = mixed.split(local_widths, dim=-1)
         q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
-        rate = -share.own_channels(self.a_log, per_head).float().exp()
-        dt_bias = share.own_channels(self.dt_bias, per_head)
+        rate = -share.local_channels(self.a_log, per_head).float().exp()
+        dt_bias = share.local_channels(self.dt_bias, per_head)
         log_decay = rate * F.softplus(a.float() + dt_bias)  # [b, s, n_v]
         beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:

@@ -497,14 +497,14 @@ class Mamba2(RecurrentMixer, KernelUser):
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
         mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks, documents=documents)
-        own_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
-        x, b, c = mixed.split(own_widths, dim=-1)
+        local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
+        x, b, c = mixed.split(local_widths, dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
         c = c.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
-        dt_bias = share.own_channels(self.dt_bias, per_head)
-        a_log = share.own_channels(self.a_log, per_head)
-        skip = share.own_channels(self.skip, per_head)
+        dt_bias = share.local_channels(self.dt_bias, per_head)
+        a_log = share.local_channels(self.a_log, per_head)
+        skip = share.local_channels(self.skip, per_head)
         if self.kernel is not None and cache is None:
             if dt_scale != 1.0:
                 dt = dt.float() * dt_scale

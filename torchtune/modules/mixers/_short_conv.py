@@ -229,8 +229,8 @@ class DepthwiseWeight(nn.Module, KernelUser):
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
             weight = weight * torch.cat(scales)
         if share is not None:
-            weight = share.own_channels(weight, blocks)
-            bias = None if bias is None else share.own_channels(bias, blocks)
+            weight = share.local_channels(weight, blocks)
+            bias = None if bias is None else share.local_channels(bias, blocks)
         fits_kernel = len(weight) % 8 == 0  # the kernel reads eight channels at a time
         if self.kernel is not None and fits_kernel and cache is None:
             return kernel_conv(self.kernel, x, weight, bias, reach, silu)

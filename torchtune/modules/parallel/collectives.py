@@ -140,7 +140,7 @@ def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @outside_graphs
 def sum_of_equals(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; all ranks compute the same of the sum, so the gradient is passed on."""
+    """All-reduce; all ranks compute the same from the sum, so the backward pass leaves the gradient unchanged."""
     return _Collective.apply(summand, _all_reduce, lambda grad, _: grad, group)
 
 

@@ -370,8 +370,8 @@ class ShardedNorm(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             scale = local_shard(module.scale)
             x_float = x.float()
-            own_squares = x_float.square().sum(-1, keepdim=True)  # [b, s, 1]
-            squares = sum_over_ranks(own_squares, group)
+            local_squares = x_float.square().sum(-1, keepdim=True)  # [b, s, 1]
+            squares = sum_over_ranks(local_squares, group)
             normed = x_float * torch.rsqrt(squares / width + module.eps)
             # Families differ in whether the normed values are rounded before or after they are scaled.
             if module.rounds_last:
@@ -506,8 +506,8 @@ def _norms(
     updated = updated_weight(weight, a, b, module.scaling)  # [out, in], or [out, in / ranks]
     if group is None:
         return updated.norm(dim=1)
-    own_squares = updated.square().sum(1)  # [out]
-    return sum_over_ranks(own_squares, group).sqrt()
+    local_squares = updated.square().sum(1)  # [out]
+    return sum_over_ranks(local_squares, group).sqrt()
 
 
 class AdapterColwise(_Adapted, ColwiseParallel):
