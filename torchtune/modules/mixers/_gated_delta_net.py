@@ -395,8 +395,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
                 self.kernel, q, k, v, log_decay, beta, boundaries.cu_seqlens, boundaries.kernel_chunks
             )
         else:
-            rows = None if cache is None else cache.rows(x.shape[0])
-            state = None if cache is None else cache.state[rows]
+            state = None
+            if cache is not None:
+                rows = cache.rows(x.shape[0])
+                state = cache.state[rows]
             out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state

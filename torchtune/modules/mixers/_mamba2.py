@@ -510,8 +510,10 @@ class Mamba2(RecurrentMixer, KernelUser):
                 dt = dt.float() * dt_scale
             out = kernel_state_space(self.kernel, c, b, x, dt, dt_bias, self.dt_limits, a_log, skip, reach)
         else:
-            rows = None if cache is None else cache.rows(x.shape[0])
-            state = None if cache is None else cache.state[rows]
+            state = None
+            if cache is not None:
+                rows = cache.rows(x.shape[0])
+                state = cache.state[rows]
             step_sizes, log_decays = _StepSizes.apply(dt, dt_bias, a_log, dt_scale, self.dt_limits)
             out, state = state_space(c, b, x, log_decays, step_sizes, reach == 0, state)
             if cache is not None:
@@ -520,7 +522,10 @@ class Mamba2(RecurrentMixer, KernelUser):
         out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p]
         if gate_scale != 1.0:
             gate = gate * gate_scale
-        gated = swiglu(gate, out) if self.norm is None else self.norm(out, gate)
+        if self.norm is None:
+            gated = swiglu(gate, out)
+        else:
+            gated = self.norm(out, gate)
         out = self.output_proj(gated)
         if self.out_scale != 1.0:
             out = out * self.out_scale

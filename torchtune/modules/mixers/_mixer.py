@@ -208,7 +208,8 @@ class RecurrentMixer(nn.Module, ABC):
             input_pos = torch.arange(x.shape[1], device=x.device)
         positions = self.share.local_positions(input_pos.view(-1, input_pos.shape[-1]))
         reach = positions.expand(x.shape[0], -1)
-        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None, documents)
+        cache = self.kv_cache if self.cache_enabled else None
+        return self._mix(x, reach, cache, documents)
 
 
 def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: str) -> str | None:

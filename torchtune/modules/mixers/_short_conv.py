@@ -30,8 +30,10 @@ class _CausalConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, continues)
         num_positions = x.shape[1]
         *earlier, last = weight.unbind(1)
+        if not earlier and bias is None:
+            return x * last
         if not earlier:
-            return x * last if bias is None else torch.addcmul(bias, x, last)
+            return torch.addcmul(bias, x, last)
 
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
         for index, tap in enumerate(earlier):
@@ -50,11 +52,13 @@ class _CausalConv(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, continues = ctx.saved_tensors
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        d_bias = grad.sum((0, 1)) if needs_bias else None
-        d_taps = x.new_empty(weight.shape[::-1], dtype=torch.float32) if needs_weight else None  # [K, c]
+        d_bias = None
+        if needs_bias:
+            d_bias = grad.sum((0, 1))
         *earlier, last = weight.unbind(1)
         d_x = grad * last
         if needs_weight:
+            d_taps = x.new_empty(weight.shape[::-1], dtype=torch.float32)  # [K, c]
             torch.sum(grad * x, (0, 1), dtype=torch.float32, out=d_taps[-1])
         # A tap of distance D gives input t the gradient of output t + D, if no document begins between them. That is
         # the gradient of distance D - 1 at t + 1, if t + 1 continues the document of t.
@@ -191,7 +195,9 @@ class DepthwiseWeight(nn.Module, KernelUser):
     @property
     def gap(self) -> int:
         """Number of places between documents that keep them apart in one row; 0 if a kernel reads the documents."""
-        return self.weight.shape[-1] - 1 if self.kernel is None else 0
+        if self.kernel is not None:
+            return 0
+        return self.weight.shape[-1] - 1
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as ``nn.Conv1d`` does."""
@@ -242,7 +248,9 @@ class DepthwiseWeight(nn.Module, KernelUser):
             out = _SeparatedConv.apply(x, weight, bias, row)
         else:
             out = cached_conv(x, weight, reach, cache, bias)
-        return F.silu(out) if silu else out
+        if silu:
+            return F.silu(out)
+        return out
 
 
 class ShortConv(RecurrentMixer):

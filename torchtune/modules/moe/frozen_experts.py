@@ -7,7 +7,7 @@ done before the next is decoded.
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -348,9 +348,10 @@ class _FrozenExperts(torch.autograd.Function):
             if needs_gradient:
                 trained[call.weights.name_of(position)] = torch.zeros_like(tensors[position])
 
-        # Dropout must have the masks of the forward pass.
-        same_random_numbers = nullcontext() if call.random_state is None else call.random_state.repeated()
-        with same_random_numbers:
+        random_numbers: AbstractContextManager[None] = nullcontext()
+        if call.random_state is not None:
+            random_numbers = call.random_state.repeated()  # dropout must have the masks of the forward pass
+        with random_numbers:
             for group in call.groups:
                 rows = call.rows_of(group, counts, scores, order)
                 gradients = _backward_of_group(

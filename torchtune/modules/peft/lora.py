@@ -34,7 +34,9 @@ from torchtune.utils import computes_on_cpu, fill_from_cpu, in_dispatch_mode
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
     """Return the factor of the update ``B A``: ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
-    return alpha / (rank**0.5 if use_rslora else rank)
+    if use_rslora:
+        return alpha / rank**0.5
+    return alpha / rank
 
 
 class LoRAProjection(torch.autograd.Function):
@@ -64,7 +66,9 @@ class LoRAProjection(torch.autograd.Function):
         low = adapter_rows.new_empty(adapter_rows.shape[0], lora_a.shape[0])  # [n, r]
         torch.mm(adapter_rows, lora_a.t(), out=low)
         base = linear(rows, decode(*stored), bias).to(rows.dtype)  # [n, out]; autocast may change the dtype
-        y = torch.empty_like(base) if torch.compiler.is_compiling() or in_dispatch_mode() else base
+        y = base
+        if torch.compiler.is_compiling() or in_dispatch_mode():  # which may save the base's product
+            y = torch.empty_like(base)
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
         saved_rows = rows if needs_weight or needs_a else None
