@@ -11,7 +11,7 @@ from torchtune.utils import is_simulated, launches_kernels
 
 
 class _SimulatedNorm(torch.autograd.Function):
-    """Allocates and keeps what torch's operator does on an accelerator, without values.
+    """Norm that allocates and saves what torch's operator does on an accelerator, without computing values.
 
     On a CPU, whose tensors stand for those of an accelerator in a simulation, the operator keeps float32 copies.
     """

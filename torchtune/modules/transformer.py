@@ -548,7 +548,7 @@ class TransformerDecoder(nn.Module):
         h = self.tok_embeddings(tokens)
         if self.embed_scale == 1.0:
             return h
-        # On the CPU, also for another device, which takes a scalar as an argument: nothing is copied.
+        # The factor stays on the CPU: kernels of other devices take a scalar as an argument, so nothing is copied.
         return h * torch.tensor(self.embed_scale, dtype=h.dtype, device="cpu")
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:

@@ -268,7 +268,7 @@ def compile_friendly_flex_attention(
             score = torch.where(q_idx - kv_idx < window, score, float("-inf"))
         return score
 
-    # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
+    # Otherwise torch runs its decoding kernel below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     size = None
     if q.is_cuda:

@@ -26,7 +26,7 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _loops_in_torch(x: Tensor, columns: int, num_groups: int) -> bool:
-    """Return whether torch's loop over the groups on a CPU is faster than ours: for products like those of adapters.
+    """Return whether torch's loop over the groups on a CPU is faster than ours, as for the products of adapters.
 
     Torch's takes a microsecond a group and multiplies as ``torch.mm`` does; ours is slower, and may use oneDNN.
 

@@ -267,7 +267,7 @@ class KernelUser:
 
 @dataclass(frozen=True)
 class Card:
-    """What of a CUDA card decides between kernels.
+    """Properties of a CUDA card that decide between kernels.
 
     Attributes:
         capability: compute capability.

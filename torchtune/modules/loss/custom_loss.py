@@ -160,7 +160,7 @@ class TokenLoss(Protocol):
 
 
 class LossError(UserError, TypeError):
-    """A loss that recipes cannot train with."""
+    """Raised for a loss that recipes cannot train with."""
 
 
 def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:

@@ -216,7 +216,7 @@ def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, r
 
 
 class _Call:
-    """A call of frozen experts: all that is no tensor.
+    """State of a call of frozen experts, except its tensors.
 
     Args:
         experts: the experts.
