@@ -88,7 +88,6 @@ MODULES = {
     "torchtune.modules.fake_quant": "torchtune.modules.low_precision.quantizers",
     "torchtune.modules.low_precision.nf4_linear": "torchtune.modules.low_precision",
     "torchtune.modules.stored_linear": "torchtune.modules.low_precision.layers",
-    "torchtune.modules.peft.lora_experts": "torchtune.modules.peft.lora",
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.layer_norm": "torchtune.modules",
     **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
@@ -112,6 +111,7 @@ MODULES = {
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
     **_modules("torchtune.modules.peft", "_utils dora lora"),
+    "torchtune.modules.peft.lora_experts": "torchtune.modules.peft.lora",
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
     "torchtune.modules.tokenizers": "torchtune.tokenizers",
     **dict.fromkeys(_paths("torchtune.modules.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),

@@ -402,7 +402,9 @@ def document_attention(
         ValueError: the documents do not cover the positions.
     """
     # Autocast may have left keys and values in another dtype.
-    out, _ = _forward(q, k.to(q.dtype), v.to(q.dtype), cu_seqlens, sinks, window, softcap, cu_keys)
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
+    out, _ = _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)
     return out
 
 

@@ -340,8 +340,10 @@ class LoRALinear(nn.Module):
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
         """Create the adapter's parameters, not initialized."""
         # Created on meta, because nn.Linear would initialize them; initialize_parameters() does.
-        self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
-        self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
+        lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype)
+        lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype)
+        self.lora_a = lora_a.to_empty(device=device)
+        self.lora_b = lora_b.to_empty(device=device)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
