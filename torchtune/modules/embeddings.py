@@ -110,7 +110,7 @@ def resize_token_embeddings(
     if num_embeddings < 1:
         raise ValueError(f"A vocabulary needs at least one token, got {num_embeddings}.")
     old_rows = model.tok_embeddings.weight.shape[0]
-    # Not rows that a run trains: those that tokens have used before.
+    # num_trained counts the rows that tokens used before, not rows that this run trains.
     first_new = old_rows if num_trained is None else num_trained
     growth = VocabularyGrowth(
         rows_in_files=old_rows,

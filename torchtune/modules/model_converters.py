@@ -260,7 +260,7 @@ class Freeze(Conversion):
         return ConversionReport("Freeze", list(modules), note=note)
 
     def revert(self, model: nn.Module) -> None:
-        """Train all weights again, except those that another conversion stores in a format of its own."""
+        """Train all weights again, except those that another conversion keeps in a storage format."""
         stored: set[str] = set()
         for conversion in get_conversions(model):
             for weight in conversion.stored_weights(model).values():

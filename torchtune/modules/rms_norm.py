@@ -13,7 +13,7 @@ from torchtune.utils import is_simulated, launches_kernels
 class _SimulatedNorm(torch.autograd.Function):
     """Norm that allocates and saves what torch's operator does on an accelerator, without computing values.
 
-    On a CPU, whose tensors stand for those of an accelerator in a simulation, the operator keeps float32 copies.
+    In a simulation, CPU tensors stand for those of an accelerator; the operator itself keeps float32 copies on a CPU.
     """
 
     @staticmethod

@@ -350,6 +350,7 @@ def describe_attention(device: torch.device) -> list[str]:
 
 
 def _visibility_of(documents: Documents | Boundaries | None, mask: MaskType | None) -> Visibility:
+    """Return the form of the attention mask, which selects rows of :data:`ATTENTION_KERNELS`."""
     if documents is not None:
         return Visibility.DOCUMENTS
     if mask is None:
@@ -358,7 +359,7 @@ def _visibility_of(documents: Documents | Boundaries | None, mask: MaskType | No
         return Visibility.TILES
     if isinstance(mask, Tensor):
         return Visibility.MASK
-    return Visibility.BLOCK_MASK  # whose class is slow to import
+    return Visibility.BLOCK_MASK  # no isinstance: BlockMask is slow to import
 
 
 def _check_arguments(

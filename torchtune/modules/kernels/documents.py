@@ -43,7 +43,7 @@ class Boundaries:
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
-        num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
+        num_tokens: number of positions in all documents, known on the host; ``None`` if only the device knows it.
         kernel_chunks: chunks of a recurrent mixer's kernel, see :func:`index_chunks`; ``None`` if no layer has one.
         separated: the documents with gaps between them; ``None`` if no layer needs them.
     """

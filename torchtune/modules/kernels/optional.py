@@ -102,7 +102,7 @@ class OptionalKernel:
             return "(unknown version)"  # a checkout on the path, for example
 
     def load(self) -> Callable[..., Any]:
-        """Import the function. Raises what the package raises."""
+        """Import the function; errors of the package's import are raised unchanged."""
         return getattr(importlib.import_module(self.module), self.function)
 
     def choose(self, layer: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Callable[..., Any] | None:

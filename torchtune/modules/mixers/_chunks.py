@@ -115,7 +115,7 @@ class Chunks(ABC):
         """Write the outputs, and the states after the chunks.
 
         Args:
-            states: ``[m + 1, b, ...]``, of which ``states[0]`` is known and the others are written.
+            states: ``[m + 1, b, ...]``; ``states[0]`` is given, the others are written.
             out: where outputs are written, ``[m, b, n_k, r, c, h_v]``.
             starts_empty: whether ``states[0]`` is zero.
         """

@@ -93,12 +93,12 @@ class _DeltaChunks(Chunks):
         written = solution @ error  # u, [n, n_k, r, c, h_v]
         scores = q @ k.mT  # [n, n_k, 1, c, c], not decayed
 
-        # What positions write is read within the chunk, and from the state after it.
+        # Values that positions write are read within the chunk, and from the state after it.
         d_from_states = d_out * self.since_state  # of from_states = q @ states_before
         d_written = (scores * decay).mT @ d_out  # [n, n_k, r, c, h_v], by readers within the chunk
         d_states = torch.empty_like(states)
         d_states[-1] = 0.0 if d_state is None else d_state
-        # In place: fills d_states, and completes d_written by what is read from the states after.
+        # In place: fills d_states, and adds the gradient by the states after the chunks to d_written.
         state_weights = solution @ keys_since_state
         self._backward_through_states(d_states, d_written, d_from_states, state_weights, keys_until_end)
         d_states_after = d_states[1:].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
@@ -151,17 +151,17 @@ class _DeltaChunks(Chunks):
         """Compute the gradients of the states, from the last to the first.
 
         Args:
-            d_states: ``[m + 1, b, ...]``, of which ``d_states[-1]`` is known and the others are written.
-            d_written: gradient of what positions write, by readers within the chunk, ``[n, n_k, r, c, h_v]``; what is
-                read from the states after is added.
+            d_states: ``[m + 1, b, ...]``; ``d_states[-1]`` is given, the others are written.
+            d_written: gradient of the written values by readers within the chunk, ``[n, n_k, r, c, h_v]``, to which
+                that by the state after the chunk is added.
             d_from_states: gradient of ``q @ S``, ``[n, n_k, r, c, h_v]``.
             state_weights: W, ``[n, n_k, r, c, h_k]``.
             keys_until_end: keys, decayed until the end of their chunk, ``[n, n_k, r, c, h_k]``.
         """
         torch.matmul(self.q.mT, d_from_states, out=d_states[:-1].flatten(0, 1))
         decays = self._decays_of_states()
-        # A state is read by the queries of its chunk (above), decays to the next state, and changes what its chunk
-        # writes by -W S. So the gradient of what is written has to be complete before that of the state.
+        # A state is read by the queries of its chunk (above), decays to the next state, and changes the values that its
+        # chunk writes by -W S. So the gradient of these values has to be complete before that of the state.
         d_written_of_chunks = self._by_chunk(d_written)
         weights_of_chunks = self._by_chunk(state_weights)
         keys_of_chunks = self._by_chunk(keys_until_end)

@@ -23,8 +23,8 @@ class _StateSpaceChunks(Chunks):
     """Chunks of the state-space model: position i writes ``beta_i v_i``.
 
     Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
-    key head; the state is ``[b, n_k, r, h_v, h_k]``, so that one matrix product computes all r heads. The states before
-    and after several chunks are one matrix product, too: of the decays between them, and of what the chunks write.
+    key head; the state is ``[b, n_k, r, h_v, h_k]``, so that one matrix product computes all r heads. Another product
+    computes the states of several chunks: that of the decays between chunks and the sums that chunks write.
     """
 
     multiplies_states = True
@@ -77,12 +77,12 @@ class _StateSpaceChunks(Chunks):
 
         # The states before the chunks are read by q, and decay to the states after them.
         d_from_states = self._scaled_rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
-        d_states = self._d_states(d_from_states, states, d_state)  # [m + 1, b, ...]
+        d_states = self._gradients_of_states(d_from_states, states, d_state)  # [m + 1, b, ...]
         d_states_after = d_states[1:]
         d_log_chunk_decays = (d_states_after * states[1:]).sum((-2, -1))  # [m, b, n_k, r]
         d_cumulative[..., -1].add_(d_log_chunk_decays.flatten(0, 1))
 
-        # What positions write is also read from the state after the chunk: d_written is complete.
+        # Values that positions write are also read from the state after the chunk: d_written is complete.
         d_written.addcmul_(self._read_states(self.k, d_states_after), self.until_end)
         d_beta = (d_written * self.v).sum(-1)  # [n, n_k, r, c]
         d_cumulative.addcmul_(self.beta[..., 0], d_beta, value=-1)
@@ -109,11 +109,11 @@ class _StateSpaceChunks(Chunks):
         return self.decay * (self.q @ self.k.mT)
 
     def _write_states(self, written_to_after: Tensor, states: Tensor, starts_empty: bool) -> None:
-        """Compute ``states[1:]`` of ``[m + 1, b, ...]``: what chunks write, and what decays leave of earlier states.
+        """Compute ``states[1:]`` of ``[m + 1, b, ...]``: the sums that chunks write, and decayed earlier states.
 
         Args:
-            written_to_after: what positions write to the state after their chunk, ``[n, n_k, c, r * h_v]``.
-            states: of which ``states[0]`` is known.
+            written_to_after: values that positions write to the state after their chunk, ``[n, n_k, c, r * h_v]``.
+            states: all states; ``states[0]`` is given, the others are written.
             starts_empty: whether ``states[0]`` is zero.
         """
         states_after = states[1:]
@@ -130,15 +130,16 @@ class _StateSpaceChunks(Chunks):
             since_start = self.log_since_start.exp().to(states.dtype)
             self._by_head(states_after).addcmul_(self._by_head(states[:1]), since_start[..., None])
 
-    def _d_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
-        """Compute the gradients of all states ``[m + 1, b, ...]``, each of what reads it and what later ones leave.
+    def _gradients_of_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
+        """Compute the gradients of all states ``[m + 1, b, ...]``: by the positions that read it, and by later states.
 
         Args:
-            d_from_states: gradient of what positions read of the state before their chunk, ``[n, n_k, c, r * h_v]``.
+            d_from_states: gradient of the values that positions read from the state before their chunk,
+                ``[n, n_k, c, r * h_v]``.
             states: ``[m + 1, b, ...]``.
             d_state: gradient of the last state; None: zero.
         """
-        d_by_readers = torch.empty_like(states)  # without what later states leave
+        d_by_readers = torch.empty_like(states)  # by positions alone
         d_by_readers[-1] = 0.0 if d_state is None else d_state
         self._outer_products(d_from_states, self.q, d_by_readers[:-1])
         if self.num_chunks == 1:

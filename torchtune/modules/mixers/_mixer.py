@@ -221,7 +221,7 @@ def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: 
         heads: number of heads with a state.
         shared: number of smaller parts, each for heads / shared consecutive heads. With fewer parts than ranks, some
             ranks compute with the same one.
-        shared_name: what the parts are called.
+        shared_name: name of the parts in the message.
     """
     if heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0):
         return None

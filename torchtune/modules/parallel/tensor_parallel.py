@@ -245,7 +245,7 @@ def _rows_of_shard(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _join_embeddings(embedded: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Join embeddings ``[b, s, d]`` of which each rank has those of its own rows; return ``[b, s / ranks, d]``."""
+    """Sum the ranks' embeddings ``[b, s, d]`` of the tokens in their shards, and return ``[b, s / ranks, d]``."""
     # Every token is embedded by one rank and 0 on the others.
     summand = embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
     return sum_and_split_sequence(summand, group)
@@ -419,7 +419,7 @@ class SequenceParallel(ParallelStyle):
     its positions ``[b, s / ranks, d]``.
 
     Args:
-        sharded_children: names of children whose parameters have styles of their own.
+        sharded_children: names of children that have another style, which places their parameters.
     """
 
     def __init__(self, *sharded_children: str) -> None:
