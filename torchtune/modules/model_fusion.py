@@ -572,7 +572,7 @@ class ImageTextModel(FusionModel):
         h = self.decoder.embed(text)  # [b, s, d]
 
         positions = None
-        deep_features = None  # what the decoder adds after its first layers (DeepStack)
+        deep_features = None  # that the decoder adds after its first layers (DeepStack)
         blocks = []
         if images is not None and images.grids:
             images = self._with_places(images, tokens, documents)

@@ -36,7 +36,7 @@ class OptionalKernel:
         module: module of the function.
         function: name of the function; empty for a kernel that torch itself calls.
         computes: what it computes, and for which models.
-        without: what a run loses without it.
+        without: disadvantage of a run without it.
         capability: the lowest compute capability.
         majors: the major versions of it that the kernel is written for; empty: all from the lowest on.
         dtypes: dtypes of the inputs.

@@ -53,7 +53,7 @@ class _DeltaChunks(Chunks):
         """See the base class."""
         # Matrices [n, n_k, r, c, c] have no names here and below, so that each is freed once it is used.
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
-        written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
+        written = solution @ self.v  # [n, n_k, r, c, h_v], without the part of S
         state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
         keys_until_end = self.k * self.until_end
         decays = self._decays_of_states()
@@ -359,7 +359,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
-        # Concatenated queries, keys and values, and what becomes the gate (z), beta (b) and the decay (a).
+        # Concatenated queries, keys and values, and the inputs of the gate (z), of beta (b) and of the decay (a).
         if self.fused:
             qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
             b, a = self.ba_proj(x).chunk(2, dim=-1)

@@ -403,7 +403,7 @@ class _GroupGradients(NamedTuple):
 
 
 class _Projection:
-    """The product of a group's rows with a frozen matrix, and what is added to it: an adapter's update and a bias.
+    """Product of a group's rows with a frozen matrix, plus an adapter's update and a bias.
 
     Args:
         experts: the experts.

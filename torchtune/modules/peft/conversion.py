@@ -461,7 +461,7 @@ class LoRA(Conversion):
         return chosen, refused, fused
 
     def _note(self, model: nn.Module, trained: set[str], refused: list[str], fused: list[str]) -> str:
-        """Say in the report what the adapters are, and what else is trained or left out."""
+        """Return the report's note: rank and alpha, and modules that are trained whole or have no trained adapter."""
         note = f"rank {self.rank}, alpha {self.alpha:g}"
         if self.rank_pattern or self.alpha_pattern:
             note += " unless a pattern gives others"
