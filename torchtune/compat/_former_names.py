@@ -91,7 +91,7 @@ MODULES = {
     "torchtune.modules.torchao_formats": "torchtune.modules.low_precision.torchao_interface",
     "torchtune.modules.layer_norm": "torchtune.modules",
     **_modules("torchtune.modules.loss", "ce_chunked_output_loss cross_entropy_loss kd_losses loss_types"),
-    **_modules("torchtune.modules.model_fusion", "_deep_fusion _early_fusion _fusion_utils"),
+    **_modules("torchtune.modules.model_fusion", "_deep_fusion _early_fusion _fusion_layers _fusion_utils"),
     "torchtune.modules.tanh_gate": "torchtune.modules",
     "torchtune.modules.tied_linear": "torchtune.modules",
     "torchtune.modules.transformer": "torchtune.modules",
@@ -111,6 +111,7 @@ MODULES = {
     "torchtune.modules.rlhf": "torchtune.rlhf",  # in 0.2
     "torchtune.modules.rlhf.loss": "torchtune.rlhf.loss",
     **_modules("torchtune.modules.peft", "_utils dora lora"),
+    "torchtune.modules.peft.lora_experts": "torchtune.modules.peft.lora",
     "torchtune.modules.peft.peft_utils": "torchtune.modules.peft",  # until 0.3
     "torchtune.modules.tokenizers": "torchtune.tokenizers",
     **dict.fromkeys(_paths("torchtune.modules.tokenizers", _TOKENIZER_MODULES), "torchtune.tokenizers"),
@@ -236,7 +237,7 @@ NAMES = {
         "_low_ram_reparametrize_as_dtype_state_dict_post_hook _register_reparametrize_state_dict_hooks "
         "_use_low_cpu_ram",
     ),
-    "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora_experts.LoRAGroupedExperts",
+    "torchtune.modules.moe.experts.LoRAGroupedExperts": "torchtune.modules.peft.lora.LoRAGroupedExperts",
     **_names("torchtune.modules.peft", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"),
     **_names(
         "torchtune.modules.peft.peft_utils", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"

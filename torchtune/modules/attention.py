@@ -218,7 +218,7 @@ class MultiHeadAttention(nn.Module):
             **options,
         )
         if blocks:
-            out = self._see_blocks(out, q, k, v, blocks)
+            out = self._attend_in_blocks(out, q, k, v, blocks)
         out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
         if gate is not None:
             out = out * gate.sigmoid()
@@ -227,8 +227,8 @@ class MultiHeadAttention(nn.Module):
             return out, (k, v)
         return out
 
-    def _see_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Replace the outputs of blocks: their queries see all keys of the block that the window allows."""
+    def _attend_in_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Return ``out`` with other outputs in blocks, whose queries see all keys of the block in their window."""
         window = self.window or q.shape[1]
         q_flat = q.flatten(0, 1)  # [b * s, n, h]
         k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
@@ -420,8 +420,13 @@ class LatentAttention(MultiHeadAttention):
         rope: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
+        y = x if y is None else y
         q = self._queries(x, input_pos, rope)  # [b, s, n, h]
-        latents = self._latents(x if y is None else y, input_pos, rope)  # [b, t, c + r]
+        latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
+        latent = self.kv_down_norm(latent)  # [b, t, c]
+        # Rotation takes heads, [b, t, 1, r]: all heads share these channels.
+        shared_channels = self._apply_rope(shared_channels.unsqueeze(2), input_pos, rope).squeeze(2)
+        latents = torch.cat((latent, shared_channels), dim=-1)  # [b, t, c + r]
         if self.kv_cache is not None and self.cache_enabled:
             keys = latents[:, None]  # [b, 1, t, c + r]: the cache has one key head
             no_values = keys[..., :0]
@@ -430,7 +435,13 @@ class LatentAttention(MultiHeadAttention):
             if x.shape[1] == 1 and self._is_matrix_product(self.kv_proj):
                 attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]
                 return self.output_proj(attended.flatten(-2))
-        k, v = self._expand_latents(latents)
+
+        latent, shared_channels = latents.split([self.kv_dim, self.rope_dim], dim=-1)
+        unrotated_dim = self.key_dim - self.rope_dim
+        heads = self.kv_proj(latent).unflatten(-1, (-1, unrotated_dim + self.value_dim))  # [b, t, n, h - r + v]
+        unrotated, v = heads.split([unrotated_dim, self.value_dim], dim=-1)
+        rotated = shared_channels.unsqueeze(2).expand(-1, -1, heads.shape[2], -1)  # [b, t, n, r]
+        k = torch.cat((unrotated, rotated), dim=-1)  # [b, t, n, h]
         out = self.attention(
             _pad_channels(q, self.head_dim),
             _pad_channels(k, self.head_dim),
@@ -444,7 +455,10 @@ class LatentAttention(MultiHeadAttention):
         return self.output_proj(out.flatten(-2).to(x.dtype))
 
     def _queries(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Queries ``[b, s, n, h]``, rotated and scaled for kernels that scale by ``head_dim ** -0.5``."""
+        """Queries ``[b, s, n, h]``, rotated and scaled for kernels that scale by ``head_dim ** -0.5``.
+
+        A function of its own, so that the projection before its rotation is freed before attention.
+        """
         if self.q_down_proj is not None:
             x = self.q_down_norm(self.q_down_proj(x))
         q = self.q_proj(x).unflatten(-1, (-1, self.key_dim))  # [b, s, n, h]
@@ -455,13 +469,6 @@ class LatentAttention(MultiHeadAttention):
             q = self._scale_queries(q, input_pos)
         return q
 
-    def _latents(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalized latents, then the rotated channels of keys: ``[b, t, c + r]``."""
-        latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
-        # Rotation takes heads, [b, t, 1, r]: all heads share these channels.
-        shared_channels = self._apply_rope(shared_channels.unsqueeze(2), input_pos, rope).squeeze(2)
-        return torch.cat((self.kv_down_norm(latent), shared_channels), dim=-1)
-
     def _apply_rope(self, x: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """Rotate ``[b, s, n, r]``: by the angles ``rope`` if they are computed already."""
         if rope is not None:
@@ -469,16 +476,6 @@ class LatentAttention(MultiHeadAttention):
         if self.pos_embeddings is not None:
             return self.pos_embeddings(x, input_pos=input_pos)
         return x
-
-    def _expand_latents(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys ``[b, t, n, h]`` and values ``[b, t, n, v]``."""
-        latent, shared_channels = latents.split([self.kv_dim, self.rope_dim], dim=-1)
-        unrotated_dim = self.key_dim - self.rope_dim
-        heads = self.kv_proj(latent).unflatten(-1, (-1, unrotated_dim + self.value_dim))  # [b, t, n, h - r + v]
-        unrotated, v = heads.split([unrotated_dim, self.value_dim], dim=-1)
-        rotated = shared_channels.unsqueeze(2).expand(-1, -1, heads.shape[2], -1)  # [b, t, n, r]
-        k = torch.cat((unrotated, rotated), dim=-1)
-        return k, v
 
     @staticmethod
     def _is_matrix_product(projection: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import IntEnum
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -297,18 +298,6 @@ def _sort_by_phase(conversions: Sequence[Conversion]) -> list[Conversion]:
     return sorted(conversions, key=lambda conversion: conversion.phase)
 
 
-def _check_pairs(conversions: Sequence[Conversion]) -> None:
-    """Raise if conversions, sorted by phase, exclude each other."""
-    for position, first in enumerate(conversions):
-        for second in conversions[position + 1 :]:
-            reason = _FORBIDDEN.get((first.phase, second.phase))
-            if reason is not None:
-                raise ConversionError(
-                    f"model_converters: {_name(first)} and {_name(second)} cannot be combined on one model "
-                    f"({reason}): remove one of them."
-                )
-
-
 def _revert_later(model: nn.Module, conversions: Sequence[Conversion]) -> list[Conversion]:
     """Undo and return the conversions of the model of a later phase than one of ``conversions``."""
     if not conversions:
@@ -354,7 +343,14 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
     """
     for conversion in conversions:
         _check_member(conversion)
-    _check_pairs(_sort_by_phase([*get_conversions(model), *conversions]))
+    all_conversions = _sort_by_phase([*get_conversions(model), *conversions])
+    for first, second in combinations(all_conversions, 2):
+        reason = _FORBIDDEN.get((first.phase, second.phase))
+        if reason is not None:
+            raise ConversionError(
+                f"model_converters: {_name(first)} and {_name(second)} cannot be combined on one model ({reason}): "
+                "remove one of them."
+            )
     reverted = _revert_later(model, conversions)
     applied = get_conversions(model)
     reports = []
@@ -445,7 +441,7 @@ def run_post_optimizer_hooks(model: nn.Module) -> None:
 
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 # Names of layers in transformers and peft -> names here.
-_OF_TRANSFORMERS = {
+_NAMES_IN_TRANSFORMERS = {
     "gate_proj": "w1",
     "down_proj": "w2",
     "up_proj": "w3",
@@ -476,7 +472,7 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
         _, _, leaf = template.rpartition(".")
         by_leaf[leaf] = template
     _, _, wanted_leaf = wanted.rpartition(".")
-    translated = by_leaf.get(_OF_TRANSFORMERS.get(wanted_leaf, ""))
+    translated = by_leaf.get(_NAMES_IN_TRANSFORMERS.get(wanted_leaf, ""))
     if translated is not None:
         return [translated]
     # Leaves first: they decide more often than whole paths, which are similar to each other.

@@ -164,7 +164,8 @@ class KVCache(nn.Module):
         self.v_cache[rows, :, place.end : end] = v_val
         if place.first == place.end:  # nothing was cached before
             return k_val, v_val
-        return self.k_cache[rows, :, place.first : end], self.v_cache[rows, :, place.first : end]
+        columns = slice(place.first, end)
+        return self.k_cache[rows, :, columns], self.v_cache[rows, :, columns]
 
 
 class EncoderCache:

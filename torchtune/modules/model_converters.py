@@ -72,7 +72,18 @@ class FlashAttentionKernel(Conversion):
         paths = []
         largest_head_dim = 0
         for path, module in model.named_modules():
-            if isinstance(module, MultiHeadAttention) and _uses_flash(module):
+            if not isinstance(module, MultiHeadAttention):
+                continue
+            # The layer's kernel on CUDA, within documents. VARLEN alone is flash attention.
+            kernel = choose_kernel(
+                torch.device("cuda"),
+                next(module.parameters()).dtype,
+                head_dim=module.head_dim,
+                window=module.window or 0,
+                softcap=module.softcap or 0.0,
+                sinks=module.sinks is not None,
+            )
+            if kernel is Kernel.VARLEN:
                 paths.append(path)
                 largest_head_dim = max(largest_head_dim, module.head_dim)
         if not paths:
@@ -103,20 +114,6 @@ class FlashAttentionKernel(Conversion):
                 f"FlashAttentionKernel: torch {torch.__version__} cannot use {self.kernel} ({error}): see "
                 f"{package.install} for its installation, or remove it from model_converters."
             ) from error
-
-
-def _uses_flash(layer: MultiHeadAttention) -> bool:
-    """Return whether flash attention runs the layer on CUDA, within documents."""
-    dtype = next(layer.parameters()).dtype
-    kernel = choose_kernel(
-        torch.device("cuda"),
-        dtype,
-        head_dim=layer.head_dim,
-        window=layer.window or 0,
-        softcap=layer.softcap or 0.0,
-        sinks=layer.sinks is not None,
-    )
-    return kernel is Kernel.VARLEN
 
 
 class OptionalKernels(Conversion):
@@ -263,7 +260,7 @@ class Freeze(Conversion):
         return ConversionReport("Freeze", list(modules), note=note)
 
     def revert(self, model: nn.Module) -> None:
-        """Train all weights again, except those that another conversion stores in a format of its own."""
+        """Train all weights again, except those that another conversion keeps in a storage format."""
         stored: set[str] = set()
         for conversion in get_conversions(model):
             for weight in conversion.stored_weights(model).values():

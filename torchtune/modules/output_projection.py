@@ -1,4 +1,4 @@
-"""What follows the last layer: projections to logits and to scores of classes, and pooling to a vector per document."""
+"""Projections of the last layer's output to logits and to scores of classes, and pooling to a vector per document."""
 
 import importlib
 from dataclasses import replace

@@ -11,9 +11,9 @@ from torchtune.utils import is_simulated, launches_kernels
 
 
 class _SimulatedNorm(torch.autograd.Function):
-    """Allocates and keeps what torch's operator does on an accelerator, without values.
+    """Norm that allocates and saves what torch's operator does on an accelerator, without computing values.
 
-    On a CPU, whose tensors stand for those of an accelerator in a simulation, the operator keeps float32 copies.
+    In a simulation, CPU tensors stand for those of an accelerator; the operator itself keeps float32 copies on a CPU.
     """
 
     @staticmethod
@@ -89,16 +89,6 @@ class _ScaledNorm(torch.autograd.Function):
         return grad_x, grad_scale, None
 
 
-def _fuses_backward(x: Tensor, scale: Tensor) -> bool:
-    """Whether :class:`_ScaledNorm` computes norm and scale."""
-    # The compiler and a CPU fuse the two backward passes themselves.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not launches_kernels(x.device):
-        return False
-    # The operator takes no DTensors, and one dtype.
-    is_sharded = hasattr(x, "placements") or hasattr(scale, "placements")
-    return x.dtype == scale.dtype and not is_sharded
-
-
 def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tensor:
     """Compute ``x / sqrt(mean(x², last dimension) + eps) * scale`` in float32 (Zhang & Sennrich 2019).
 
@@ -116,8 +106,12 @@ def rms_norm(x: Tensor, eps: float = 1e-6, scale: Tensor | None = None) -> Tenso
     """
     if scale is None:
         return _fused_norm(x, eps)
-    if _fuses_backward(x, scale):
-        return _ScaledNorm.apply(x, scale, eps)
+    # The compiler and a CPU fuse the two backward passes of norm and scale themselves.
+    trains_eagerly = not torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if trains_eagerly and launches_kernels(x.device):
+        is_sharded = hasattr(x, "placements") or hasattr(scale, "placements")
+        if x.dtype == scale.dtype and not is_sharded:  # the operator takes one dtype, and no DTensors
+            return _ScaledNorm.apply(x, scale, eps)
     # The operator computes in float32 and rounds its result; checkpoints expect this rounding before the scale.
     return _fused_norm(x, eps) * scale
 

@@ -548,7 +548,7 @@ class TransformerDecoder(nn.Module):
         h = self.tok_embeddings(tokens)
         if self.embed_scale == 1.0:
             return h
-        # On the CPU, also for another device, which takes a scalar as an argument: nothing is copied.
+        # The factor stays on the CPU: kernels of other devices take a scalar as an argument, so nothing is copied.
         return h * torch.tensor(self.embed_scale, dtype=h.dtype, device="cpu")
 
     def unembed(self, h: Tensor, output: Literal["logits", "hidden"] | None = None) -> Tensor | list[Tensor]:
@@ -630,7 +630,7 @@ class TransformerDecoder(nn.Module):
                 "documents, or input_pos with the position of each token in its document, beside it."
             )
         if self.caches_are_enabled():
-            is_continuous_batch = self._caches_have_a_place()
+            is_continuous_batch = self._is_continuous_batch()
             if (mask is None and not is_continuous_batch) or input_pos is None:
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None and not is_continuous_batch:
@@ -643,8 +643,8 @@ class TransformerDecoder(nn.Module):
                     "reset_caches() and give it from its beginning, as torchtune.generation.generate does."
                 )
 
-    def _caches_have_a_place(self) -> bool:
-        """Whether a continuous batch says which rows and columns of the caches a forward pass uses."""
+    def _is_continuous_batch(self) -> bool:
+        """Whether the caches have a :class:`~torchtune.modules.kv_cache.Place`, set by a continuous batch."""
         for layer in self.layers:
             cache = getattr(getattr(layer, "attn", None), "kv_cache", None)
             if getattr(cache, "place", None) is not None:

@@ -26,7 +26,8 @@ from tests.work import largest_file
 from torchtune.checkpoints import _export
 from torchtune.checkpoints._model_weights import SaveView
 from torchtune.checkpoints._save import TensorSlice
-from torchtune.modules.peft import LoRA, lora_experts
+from torchtune.modules.moe import LoRAGroupedExperts
+from torchtune.modules.peft import LoRA
 from torchtune.rlhf.loss import InfoNCELoss, RerankBCELoss
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.training import fit_vocabulary
@@ -204,13 +205,13 @@ def with_the_next_experts_b(patch):
 
 
 def with_half_of_the_deltas(patch):
-    real = lora_experts.LoRAGroupedExperts.merged_weight
+    real = LoRAGroupedExperts.merged_weight
 
     def merged(self, name, weight):
         half = len(weight) // 2
         return torch.cat([real(self, name, weight)[:half], weight[half:]])
 
-    patch.setattr(lora_experts.LoRAGroupedExperts, "merged_weight", merged)
+    patch.setattr(LoRAGroupedExperts, "merged_weight", merged)
     return "model.layers.0.mlp.experts."
 
 

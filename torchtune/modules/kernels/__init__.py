@@ -1,4 +1,4 @@
-"""Kernels: what computes attention and products for layers, and the kernels of other packages that they may use."""
+"""Kernels of attention and matrix products, and the kernels of other packages that layers may use."""
 
 from torchtune.modules.kernels.optional import (
     CAUSAL_CONV,

@@ -178,7 +178,7 @@ def attention(
         sinks=sinks is not None,
         dropout=dropout_p > 0.0,
         is_causal=is_causal or mask is not None,
-        sees=_what_defines_visibility(documents, mask),
+        sees=_visibility_of(documents, mask),
     )
     if kernel is Kernel.TILES:
         return mask.attend(q, k, v, dropout_p)
@@ -188,7 +188,6 @@ def attention(
     if kernel is Kernel.SCORES:
         return _scored_attention(q, k, v, mask, softcap, sinks)
     if kernel is Kernel.SDPA:
-        is_causal_row = is_causal and mask is None
         return _dense_attention(q, k, v, mask, is_causal_row, dropout_p)
     if kernel is Kernel.PER_DOCUMENT:
         return per_document_attention(q, k, v, documents, is_causal, dropout_p, window or 0, softcap or 0.0, sinks)
@@ -350,7 +349,8 @@ def describe_attention(device: torch.device) -> list[str]:
     return lines
 
 
-def _what_defines_visibility(documents: Documents | Boundaries | None, mask: MaskType | None) -> Visibility:
+def _visibility_of(documents: Documents | Boundaries | None, mask: MaskType | None) -> Visibility:
+    """Return the form of the attention mask, which selects rows of :data:`ATTENTION_KERNELS`."""
     if documents is not None:
         return Visibility.DOCUMENTS
     if mask is None:
@@ -359,7 +359,7 @@ def _what_defines_visibility(documents: Documents | Boundaries | None, mask: Mas
         return Visibility.TILES
     if isinstance(mask, Tensor):
         return Visibility.MASK
-    return Visibility.BLOCK_MASK  # whose class is slow to import
+    return Visibility.BLOCK_MASK  # no isinstance: BlockMask is slow to import
 
 
 def _check_arguments(
@@ -380,7 +380,7 @@ def _check_arguments(
         raise ValueError("Attention takes either documents or a mask, not both.")
     if documents is not None and not is_causal and is_special:
         raise ValueError("Attention to all positions of a document has no window, chunks, soft cap or sinks.")
-    if _what_defines_visibility(documents, mask) is Visibility.BLOCK_MASK:
+    if _visibility_of(documents, mask) is Visibility.BLOCK_MASK:
         if chunk is not None:
             raise ValueError("Attention in chunks takes documents or a bool mask, not a BlockMask.")
         if dropout_p > 0.0:

@@ -38,12 +38,12 @@ class Boundaries:
 
     Attributes:
         cu_seqlens: int32 ``[documents + 1]``, cumulative sequence lengths.
-        max_length: number of keys of the longest document. It is a number in Python, which the compiler takes for a
-            variable once it has seen two values: it is not rounded, so that this is in the second batch.
+        max_length: number of keys of the longest document, in Python. The compiler makes it a symbol once it has seen
+            two values; it is not rounded, so that the second batch already has another one.
         block_masks: window (0: none) -> FlexAttention's block mask, shared by all layers.
         chunks: chunk size -> boundaries of the documents' chunks.
         shared: prefixes that documents share.
-        num_tokens: number of positions in all documents, known on the host; ``None``: only ``cu_seqlens`` says it.
+        num_tokens: number of positions in all documents, known on the host; ``None`` if only the device knows it.
         kernel_chunks: chunks of a recurrent mixer's kernel, see :func:`index_chunks`; ``None`` if no layer has one.
         separated: the documents with gaps between them; ``None`` if no layer needs them.
     """
@@ -229,19 +229,12 @@ def _empty_lse(q: Tensor) -> Tensor:
     return torch.empty(q.shape[:2], dtype=compute, device=q.device)
 
 
-# Up to this many keys, plain products are faster than the backward pass of torch's fused kernel in bfloat16.
+# Up to this many keys, plain products are faster than the backward pass of torch's fused kernel in bfloat16, which
+# multiplies 16 to 60 GFLOP/s of the 460 that a core of a Zen 5 reaches. On such a core, blocks take about half as long
+# for 64 or 128 tokens with 9 heads of 64 channels, and as long from 236 on. With 16 heads of 128 channels they take 0.7
+# to 0.8 times as long for 384 or 512, and as long from 1,024 on. With AMX, the fused kernel is faster (measured with
+# 512 tokens); CPUs of other kinds were not measured.
 _SHORT = 512
-
-
-def _is_faster_in_blocks(q: Tensor) -> bool:
-    """Whether the backward pass of documents ``[count, length, …]`` is faster in blocks than in torch's fused kernel.
-
-    In bfloat16 that kernel multiplies 16 to 60 GFLOP/s of the 460 that a core of a Zen 5 reaches. On such a core,
-    blocks take about half as long for 64 or 128 tokens with 9 heads of 64 channels, and as long from 236 on. With 16
-    heads of 128 channels they take 0.7 to 0.8 times as long for 384 or 512, and as long from 1,024 on. With AMX, the
-    fused kernel is faster (measured with 512 tokens); CPUs of other kinds were not measured.
-    """
-    return q.dtype == torch.bfloat16 and q.shape[1] <= _SHORT and has_bfloat16_vectors_only()
 
 
 def _needs_blocks(q: Tensor, k: Tensor, window: int, softcap: float, sinks: Tensor | None) -> bool:
@@ -302,7 +295,9 @@ def _backward(
         grad_run, q_run, out_run, lse_run, grad_q_run = query_tensors
         k_run, v_run, grad_k_run, grad_v_run = key_tensors
         run_window = window if window < k_run.shape[1] else 0  # a window of all keys is none
-        if _needs_blocks(q_run, k_run, run_window, softcap, sinks) or _is_faster_in_blocks(q_run):
+        is_short = q_run.dtype == torch.bfloat16 and q_run.shape[1] <= _SHORT
+        is_faster_in_blocks = is_short and has_bfloat16_vectors_only()
+        if is_faster_in_blocks or _needs_blocks(q_run, k_run, run_window, softcap, sinks):
             block_attention_backward(
                 grad_run,
                 q_run,
@@ -407,7 +402,9 @@ def document_attention(
         ValueError: the documents do not cover the positions.
     """
     # Autocast may have left keys and values in another dtype.
-    out, _ = _forward(q, k.to(q.dtype), v.to(q.dtype), cu_seqlens, sinks, window, softcap, cu_keys)
+    k = k.to(q.dtype)
+    v = v.to(q.dtype)
+    out, _ = _forward(q, k, v, cu_seqlens, sinks, window, softcap, cu_keys)
     return out
 
 
@@ -428,7 +425,8 @@ def attention_by_document(
         Tensor ``[t, n, h]``.
     """
     outputs = []
-    for (q_run,), (k_run, v_run) in _split_by_length(cu_seqlens, None, (q,), (k, v)):  # [count, length, n or n_kv, h]
+    runs = _split_by_length(cu_seqlens, None, (q,), (k, v))
+    for (q_run,), (k_run, v_run) in runs:  # [count, length, n or n_kv, h]
         attended = F.scaled_dot_product_attention(
             q_run.transpose(1, 2),
             k_run.transpose(1, 2),
@@ -626,7 +624,8 @@ def _iter_blocks(
             weights = scores.softmax(-1)
         else:
             # One more score per query; its probability is left out, because the sink has no value.
-            sink_scores = sinks.float().view(-1, group, 1).repeat(queries.shape[0], 1, size)  # [b * n_kv, group, block]
+            by_kv_head = sinks.float().view(-1, group, 1)  # [n_kv, n / n_kv, 1]
+            sink_scores = by_kv_head.repeat(queries.shape[0], 1, size)  # [b * n_kv, n / n_kv, block]
             sink_scores = sink_scores.view(*scores.shape[:2], 1)
             weights_with_sink = torch.cat([scores, sink_scores], -1).softmax(-1)
             weights = weights_with_sink[..., :-1]

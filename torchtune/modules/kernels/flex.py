@@ -208,7 +208,7 @@ def flex_blocks(card: Card | None, head_dim: int, itemsize: int) -> int | None:
     def required_bytes(size: int) -> int:
         return 4 * size * head_dim * itemsize  # queries, keys, values and the gradient
 
-    # The factors leave room for what else the kernel keeps there.
+    # The factors leave room for the scores and sums that the kernel also keeps in shared memory.
     if required_bytes(64) <= 0.9 * card.shared_memory:
         return None
     for size in (32, 16):
@@ -268,7 +268,7 @@ def compile_friendly_flex_attention(
             score = torch.where(q_idx - kv_idx < window, score, float("-inf"))
         return score
 
-    # Else torch takes a kernel for decoding below 128 queries, whose blocks of grouped heads do not fit the mask.
+    # Otherwise torch runs its decoding kernel below 128 queries, whose blocks of grouped heads do not fit the mask.
     kernel_options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     size = None
     if q.is_cuda:

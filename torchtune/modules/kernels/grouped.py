@@ -26,7 +26,7 @@ def _groups(counts: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _loops_in_torch(x: Tensor, columns: int, num_groups: int) -> bool:
-    """Return whether torch's loop over the groups on a CPU is faster than ours: for products like those of adapters.
+    """Return whether torch's loop over the groups on a CPU is faster than ours, as for the products of adapters.
 
     Torch's takes a microsecond a group and multiplies as ``torch.mm`` does; ours is slower, and may use oneDNN.
 
@@ -113,13 +113,13 @@ def has_grouped_kernel(x: Tensor, weight: Tensor) -> bool:
     The kernel needs bfloat16 on CUDA, a card for which torch has it (:func:`torchtune.modules.kernels.card_of`), and
     rows aligned to 16 bytes.
     """
-    if not _are_aligned_halves(x, weight) or not hasattr(F, "grouped_mm"):
+    if not _are_aligned_bfloat16(x, weight) or not hasattr(F, "grouped_mm"):
         return False
     card = card_of(x.device)
     return card is None or card.has_grouped_products
 
 
-def _are_aligned_halves(x: Tensor, weight: Tensor) -> bool:
+def _are_aligned_bfloat16(x: Tensor, weight: Tensor) -> bool:
     """Whether rows ``[t, i]`` and matrices ``[e, i, o]`` are bfloat16 on CUDA, with rows of 16 bytes or a multiple."""
     is_half = x.dtype == weight.dtype == torch.bfloat16
     is_aligned = x.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0  # 8 numbers of 2 bytes
@@ -228,7 +228,7 @@ def grouped_mm(x: Tensor, weight: Tensor, groups: RowGroups, *, kernel: bool | N
         uses_torch_kernel = has_grouped_kernel(x, weight)
     if uses_torch_kernel:
         return F.grouped_mm(x, weight, offs=groups.ends)
-    if kernel is None and _are_aligned_halves(x, weight):
+    if kernel is None and _are_aligned_bfloat16(x, weight):
         card = card_of(x.device)
         if card is not None and card.other_grouped_products is not None:
             return _other_grouped_mm(card.other_grouped_products, x, weight, groups.counts)
@@ -249,7 +249,7 @@ def grouped_outer(x: Tensor, grad: Tensor, groups: RowGroups) -> Tensor:
     # The second factor as matrices of one group, [1, t, o], whose columns are checked.
     if has_grouped_kernel(x, grad.unsqueeze(0)):
         return F.grouped_mm(x.t(), grad, offs=groups.ends)
-    if _are_aligned_halves(x, grad.unsqueeze(0)):
+    if _are_aligned_bfloat16(x, grad.unsqueeze(0)):
         card = card_of(x.device)
         if card is not None and card.other_grouped_products is not None:
             return card.other_grouped_products(x.contiguous(), grad.contiguous(), groups.counts, trans_a=True)

@@ -36,7 +36,7 @@ class OptionalKernel:
         module: module of the function.
         function: name of the function; empty for a kernel that torch itself calls.
         computes: what it computes, and for which models.
-        without: what a run loses without it.
+        without: disadvantage of a run without it.
         capability: the lowest compute capability.
         majors: the major versions of it that the kernel is written for; empty: all from the lowest on.
         dtypes: dtypes of the inputs.
@@ -69,9 +69,13 @@ class OptionalKernel:
             return "it runs on CUDA"
         if _allowed is not None and self.package not in _allowed:
             return f"OptionalKernels does not name {self.package}"
-        problem = self._package_problem()
-        if problem is not None:
-            return problem
+        version = self.installed_version()
+        if version is None:
+            return f"{self.package} is not installed ({self.install})"
+        from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
+
+        if version[0].isdigit() and Version(version) < Version(self.version):
+            return f"{self.package} {version} is older than {self.version} ({self.install})"
         capability = torch.cuda.get_device_capability(device)
         major, _ = capability
         if capability < self.capability:
@@ -97,19 +101,8 @@ class OptionalKernel:
                 return None
             return "(unknown version)"  # a checkout on the path, for example
 
-    def _package_problem(self) -> str | None:
-        """Return why the installed package does not serve, or None if it does."""
-        version = self.installed_version()
-        if version is None:
-            return f"{self.package} is not installed ({self.install})"
-        from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
-
-        if version[0].isdigit() and Version(version) < Version(self.version):
-            return f"{self.package} {version} is older than {self.version} ({self.install})"
-        return None
-
     def load(self) -> Callable[..., Any]:
-        """Import the function. Raises what the package raises."""
+        """Import the function; errors of the package's import are raised unchanged."""
         return getattr(importlib.import_module(self.module), self.function)
 
     def choose(self, layer: str, device: torch.device, dtype: torch.dtype, **sizes: int) -> Callable[..., Any] | None:
@@ -274,7 +267,7 @@ class KernelUser:
 
 @dataclass(frozen=True)
 class Card:
-    """What of a CUDA card decides between kernels.
+    """Properties of a CUDA card that decide between kernels.
 
     Attributes:
         capability: compute capability.

@@ -129,7 +129,10 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _start_of_sum(values: Tensor) -> tuple[Tensor | GradientEdge, Tensor]:
-    """Return where autograd starts to compute the gradients of the sum of ``values``, and the gradient there."""
+    """Return where autograd starts to compute the gradients of the sum of ``values``, and the gradient there.
+
+    A function of its own, so that no name of the caller keeps the node, and with it the logits.
+    """
     node = values.grad_fn
     if node is not None and node.name() == "_CrossEntropyBackward":
         # It starts from the logits, which hold their gradient: a product with ones would be another pass over them.
@@ -337,7 +340,8 @@ def sum_over_shards(sums: dict[str, Tensor], group: dist.ProcessGroup) -> dict[s
     """Sum values of rows, [n] by name, over the shards of the vocabulary: in one all-reduce."""
     from torchtune.modules.parallel.collectives import sum_of_equals  # slow to import
 
-    totals = sum_of_equals(torch.stack(list(sums.values())), group)
+    stacked = torch.stack(list(sums.values()))  # [sums, n]
+    totals = sum_of_equals(stacked, group)
     return dict(zip(sums, totals, strict=True))
 
 

@@ -32,7 +32,7 @@ LOGITS_BLOCK = 2**26
 _CPU_PRODUCT_BLOCK = 2**18
 _PRODUCT_BLOCK = 2**23
 
-# Likeliest tokens over which EAFT measures the entropy, and the largest entropy of so many, about log(20).
+# Number of likeliest tokens over which EAFT measures the entropy, and their largest entropy, about log(20).
 _EAFT_TOKENS = 20
 _EAFT_LARGEST = 3.0
 
@@ -236,7 +236,7 @@ class _CrossEntropy(torch.autograd.Function):
         factors = grad.unsqueeze(-1)
         if not computes_on_cpu(grad.device):
             return ctx.gradient.mul_(factors), None, None
-        # On a CPU, torch multiplies bfloat16 by float32 in 15 times the time that it takes with a cast of small blocks.
+        # On a CPU, a product of bfloat16 and float32 takes 15 times as long as one of small blocks cast first.
         blocks = ctx.gradient.split(ctx.rows)
         factors_of_blocks = factors.split(ctx.rows)
         for block, block_factors in zip(blocks, factors_of_blocks, strict=True):
@@ -640,8 +640,15 @@ class ClassificationLoss(SFTLoss, nn.Module):
             index = label_index(labels)
         if not len(index):
             return zero_loss(hidden, projection), torch.zeros((), dtype=torch.int64, device=labels.device)
-        logits = at_least_float32(projection(hidden.index_select(0, index)))  # [n, c]
-        targets = self._targets_of(labels.index_select(0, index))  # [n, c] or [n, 1]
+        labeled_hidden = hidden.index_select(0, index)  # [n, d]
+        logits = at_least_float32(projection(labeled_hidden))  # [n, c]
+        labels = labels.index_select(0, index)  # [n]
+        if self._targets is None:
+            targets = labels.unsqueeze(-1)  # [n, 1], classes
+        else:
+            if self._targets.device != labels.device:  # at the first call
+                self._targets = self._targets.to(labels.device)
+            targets = self._targets.index_select(0, labels)  # [n, c] or [n, 1]
         losses = self._losses(logits, targets.to(logits.dtype))  # [n]
         if self._outputs is not None:
             self._outputs.append((logits.detach(), targets.detach()))
@@ -661,11 +668,3 @@ class ClassificationLoss(SFTLoss, nn.Module):
             losses_of_classes = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")  # [n, c]
             return losses_of_classes.mean(-1)
         return F.mse_loss(logits, targets, reduction="none").mean(-1)
-
-    def _targets_of(self, numbers: Tensor) -> Tensor:
-        """Return the rows ``[n, c]`` of the table for numbers of targets ``[n]``."""
-        if self._targets is None:
-            return numbers.unsqueeze(-1)
-        if self._targets.device != numbers.device:  # at the first call
-            self._targets = self._targets.to(numbers.device)
-        return self._targets.index_select(0, numbers)

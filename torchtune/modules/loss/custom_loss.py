@@ -160,7 +160,7 @@ class TokenLoss(Protocol):
 
 
 class LossError(UserError, TypeError):
-    """A loss that recipes cannot train with."""
+    """Raised for a loss that recipes cannot train with."""
 
 
 def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
@@ -210,8 +210,10 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         loss.set_model_output(model)
         loss = MeanLoss(loss)
     else:
-        arguments = _optional_arguments(loss)
-        if arguments != set(TokenOptions.__annotations__):
+        parameters = inspect.signature(loss.sum_and_count).parameters
+        takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        arguments = TokenOptions.__annotations__.keys() & parameters.keys()
+        if not takes_any_keyword and arguments != TokenOptions.__annotations__.keys():
             loss = OlderLoss(loss, arguments)
     balance = balance_of(model)
     if balance is not None:
@@ -355,16 +357,6 @@ def innermost_loss(loss: Any) -> Any:
     while isinstance(loss, _Adapter):
         loss = loss.loss
     return loss
-
-
-def _optional_arguments(loss: SFTLoss) -> set[str]:
-    """Return the optional arguments that the loss's ``sum_and_count`` takes: all if it takes any keyword."""
-    parameters = inspect.signature(loss.sum_and_count).parameters
-    options = set(TokenOptions.__annotations__)
-    takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if takes_any_keyword:
-        return options
-    return options & parameters.keys()
 
 
 def refuse_weights(loss: Any, weights: Tensor | None) -> None:

@@ -65,15 +65,23 @@ class Float8Training(Conversion):
         self.emulate = emulate
 
     def convert(self, model: nn.Module) -> ConversionReport:
-        """Replace linear layers by float8 layers.
+        """Replace the plain linear layers inside ``layers`` of the text decoder by float8 layers.
 
         Raises:
             ConversionError: no layer has widths that are multiples of 16.
         """
+        decoder = text_decoder(model)
+        prefix = "layers."
+        for path, module in model.named_modules():
+            if module is decoder and path:  # the decoder of a multimodal model
+                prefix = f"{path}.layers."
         supported = set()
         unsupported = []
-        for path, layer in _linear_layers(model).items():
-            out_dim, in_dim = layer.weight.shape
+        for path, module in model.named_modules():
+            is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+            if not is_plain or not path.startswith(prefix):
+                continue
+            out_dim, in_dim = module.weight.shape
             if out_dim % _WIDTH_MULTIPLE == 0 and in_dim % _WIDTH_MULTIPLE == 0:
                 supported.add(path)
             else:
@@ -99,21 +107,6 @@ class Float8Training(Conversion):
         if torchao_interface.is_float8_linear(module):
             raise ConversionError("Float8Training: layers in float8 cannot be split: set tensor_parallel_dim=1.")
         return style
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the plain linear layers inside ``layers`` of the text decoder, by path in ``model``."""
-    decoder = text_decoder(model)
-    prefix = "layers."
-    for path, module in model.named_modules():
-        if module is decoder and path:
-            prefix = f"{path}.layers."
-    layers = {}
-    for path, module in model.named_modules():
-        is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-        if is_plain and path.startswith(prefix):
-            layers[path] = module
-    return layers
 
 
 def convert_to_float8_training(model: nn.Module, fp8_recipe_name: str | None = None) -> nn.Module:

@@ -222,7 +222,7 @@ class _ScaledRows(WeightFormat):
         """Return rows divided by their scales ``[n, columns]``, and the bits of the scales ``[n, 1]``."""
         largest = rows.abs().amax(1, keepdim=True).clamp(min=_TINY)  # [n, 1]
         scale = largest / self.largest_value
-        # The division may round the largest element up, beyond what the dtype has.
+        # The division may round the largest element up, beyond the range of the dtype.
         scaled = (rows / scale).clamp(-self.largest_value, self.largest_value)
         return scaled, scale.view(torch.int32)
 

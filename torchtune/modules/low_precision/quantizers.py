@@ -1,4 +1,4 @@
-"""Quantizers of a model's weights: what the key ``quantizer`` of a config names.
+"""Quantizers of a model's weights, which the key ``quantizer`` of a config names.
 
 A quantizer is a component: a config names its class and its group size. It stands for a configuration of torchao, which
 quantizes the weights of linear layers with one scale per group of consecutive elements along the input dimension.

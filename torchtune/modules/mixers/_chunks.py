@@ -13,14 +13,15 @@ from torchtune.utils import launches_kernels
 
 CHUNK = 64  # positions; the state before each chunk is saved for the backward pass
 
-# The most elements of a tensor of a group of chunks, which are computed at once. Forward passes keep up to 8 tensors of
-# this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose launches take longer than the host needs
-# for the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one chunk.
+# Largest number of elements of a tensor of a group, the chunks that are computed at once. Forward passes keep up to 8
+# tensors of this size in float32, and backward passes up to 15: on a GPU 960 MiB, whose kernels take longer than the
+# host needs to launch the next ones. On a CPU, tensors stay in the cache of a core, and large models have groups of one
+# chunk.
 _GROUP_ELEMENTS = {"cpu": 2**17}
 _GROUP_ELEMENTS_OF_GPUS = 2**24
 
-# The logarithm of no decay at all, exp(-1000) = 0: a document does not see the state that others left. Minus infinity
-# would make differences of cumulative sums undefined, and a larger number would cost them digits.
+# Logarithm of a decay to nothing, exp(-1000) = 0: a document does not see the state that an earlier one left. Minus
+# infinity would make differences of cumulative sums undefined, and a larger magnitude would cost them digits.
 _CLOSED = -1000.0
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -53,7 +54,7 @@ class Chunks(ABC):
             with one chunk, or if the class does not need it.
     """
 
-    # Whether all states are one product, with a matrix of the decays between them.
+    # Whether the states of all chunks are computed as one matrix product, with the decays between them.
     multiplies_states: ClassVar[bool] = False
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
@@ -64,17 +65,16 @@ class Chunks(ABC):
         self.v = heads_first(v, key_heads)
         self.beta = _scalars_heads_first(beta, key_heads)[..., None]
         # What a document's first position decays belongs to the document before it.
-        log_decays = _scalars_heads_first(
-            g.float().masked_fill(resets[..., None], _CLOSED), key_heads
-        )  # [n, n_k, r, c]
+        log_decays = g.float().masked_fill(resets[..., None], _CLOSED)
+        log_decays = _scalars_heads_first(log_decays, key_heads)  # [n, n_k, r, c]
         num_positions = log_decays.shape[-1]
         if launches_kernels(log_decays.device):
             # A product with a constant sums g over all pairs of positions: two launches, where five are below.
             by_head = log_decays.flatten(1, 2)  # [n, n_v, c]
             pairs, causal_mask = _pairs_of_positions(num_positions, log_decays.device)
-            sums = torch.baddbmm(causal_mask, by_head, pairs.expand(len(by_head), -1, -1)).view(
-                *log_decays.shape[:3], -1
-            )  # [n, n_k, r, c + c * c]
+            pairs_of_matrices = pairs.expand(len(by_head), -1, -1)  # [n, c, c + c * c]
+            sums = torch.baddbmm(causal_mask, by_head, pairs_of_matrices)
+            sums = sums.view(*log_decays.shape[:3], -1)  # [n, n_k, r, c + c * c]
             self.log_since_start = self._log_since_start(sums[..., num_positions - 1])
             since_state, decay = sums.exp_().split((num_positions, num_positions**2), dim=-1)
             self.since_state = since_state[..., None]
@@ -92,7 +92,8 @@ class Chunks(ABC):
         """Sum the logarithms of the chunks' decays ``[n, n_k, r]``, for :attr:`log_since_start`."""
         if self.num_chunks == 1 or not self.multiplies_states:
             return None
-        by_head = self.split(log_decays).movedim(0, -1).flatten(0, 2)  # [b * n_v, m]
+        by_chunk = self.split(log_decays)  # [m, b, n_k, r]
+        by_head = by_chunk.movedim(0, -1).flatten(0, 2)  # [b * n_v, m]
         return by_head.cumsum(-1, dtype=torch.float64)
 
     @staticmethod
@@ -114,7 +115,7 @@ class Chunks(ABC):
         """Write the outputs, and the states after the chunks.
 
         Args:
-            states: ``[m + 1, b, ...]``, of which ``states[0]`` is known and the others are written.
+            states: ``[m + 1, b, ...]``; ``states[0]`` is given, the others are written.
             out: where outputs are written, ``[m, b, n_k, r, c, h_v]``.
             starts_empty: whether ``states[0]`` is zero.
         """
@@ -152,14 +153,16 @@ class Chunks(ABC):
         """
         d_log_decay[..., -1, :] += d_log_until
         # Of the cumulative sums G: log decay(i, j) is G_i - G_j, log since_state G_i.
-        d_cumulative = d_log_decay.sum(-1).sub_(d_log_decay.sum(-2)).add_(d_log_since)
+        d_cumulative = d_log_decay.sum(-1)
+        d_cumulative.sub_(d_log_decay.sum(-2)).add_(d_log_since)
         # g_i is part of G_i and of all later sums.
         return sum_of_later(d_cumulative)
 
 
 def decays_between(cumulative: Tensor) -> Tensor:
     """Return ``exp(G_i - G_j)`` for i >= j and 0 elsewhere, float32 ``[..., c, c]``, of float64 sums G ``[..., c]``."""
-    between = torch.empty(*cumulative.shape, cumulative.shape[-1], dtype=torch.float32, device=cumulative.device)
+    shape = (*cumulative.shape, cumulative.shape[-1])
+    between = torch.empty(shape, dtype=torch.float32, device=cumulative.device)
     torch.sub(cumulative[..., :, None], cumulative[..., None, :], out=between)  # in float64, then rounded
     return between.exp_().tril_()
 
@@ -177,10 +180,9 @@ def _pairs_of_positions(c: int, device: torch.device) -> tuple[Tensor, Tensor]:
     since_state = position[:, None] <= position  # [c, c]
     is_of_pair = (position[:, None, None] > position) & since_state[:, :, None]  # [c, i, j]
     causal_mask = torch.full((c, c), float("-inf"), device=device).triu(1)
-    return (
-        torch.cat([since_state, is_of_pair.flatten(1)], dim=1).float(),
-        torch.cat([causal_mask.new_zeros(c), causal_mask.flatten()]),
-    )
+    pairs = torch.cat([since_state, is_of_pair.flatten(1)], dim=1)  # [c, c + c * c]
+    mask_of_pairs = torch.cat([causal_mask.new_zeros(c), causal_mask.flatten()])  # [c + c * c]
+    return pairs.float(), mask_of_pairs
 
 
 @functools.cache
@@ -196,19 +198,17 @@ def sum_of_later(x: Tensor) -> Tensor:
 
 def heads_first(x: Tensor, key_heads: int) -> Tensor:
     """Permute ``[m, b, c, n_v, h_v]`` to float32 ``[n, n_k, r, c, h_v]``."""
-    x = x.unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+    by_key_head = x.unflatten(3, (key_heads, -1))  # [m, b, c, n_k, r, h_v]
+    x = by_key_head.permute(0, 1, 3, 4, 2, 5)  # [m, b, n_k, r, c, h_v]
     # In the new order at once: products read it several times.
     return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _scalars_heads_first(x: Tensor, key_heads: int) -> Tensor:
     """Permute ``[m, b, c, n_v]`` to float32 ``[n, n_k, r, c]``."""
-    x = x.unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)
+    by_key_head = x.unflatten(3, (key_heads, -1))  # [m, b, c, n_k, r]
+    x = by_key_head.permute(0, 1, 3, 4, 2)  # [m, b, n_k, r, c]
     return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
-
-
-def _num_chunks(k: Tensor) -> int:
-    return -(-k.shape[1] // CHUNK)  # rounded up
 
 
 def _chunks_per_group(kind: type[Chunks], k: Tensor, v: Tensor) -> int:
@@ -225,7 +225,9 @@ def _pad(x: Tensor, chunks_per_group: int) -> Tensor:
     missing = -x.shape[1] % CHUNK
     if not missing:
         return x
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing))
+    # F.pad takes the last dimensions first, here those after the positions.
+    no_padding = (0, 0) * (x.ndim - 2)
+    return F.pad(x, (*no_padding, 0, missing))
 
 
 class _Group(NamedTuple):
@@ -241,13 +243,15 @@ class _Group(NamedTuple):
     start: int
     num_chunks: int
 
-    def of(self, x: Tensor) -> Tensor:
+    def chunks_of(self, x: Tensor) -> Tensor:
         """View the group's positions of ``[b, s, ...]`` as ``[m, b, c, ...]``."""
-        return x[:, self.positions].unflatten(1, (self.num_chunks, -1)).transpose(0, 1)
+        by_chunk = x[:, self.positions].unflatten(1, (self.num_chunks, -1))  # [b, m, c, ...]
+        return by_chunk.transpose(0, 1)
 
     def heads_first(self, x: Tensor, key_heads: int) -> Tensor:
         """View the group's positions of ``[b, s, n_v, ...]`` as ``[m, b, n_k, r, c, ...]``."""
-        return self.of(x).unflatten(3, (key_heads, -1)).movedim(2, 4)
+        by_key_head = self.chunks_of(x).unflatten(3, (key_heads, -1))  # [m, b, c, n_k, r, ...]
+        return by_key_head.movedim(2, 4)
 
     @property
     def end(self) -> int:
@@ -260,7 +264,8 @@ def _groups(num_positions: int, chunks_per_group: int) -> list[_Group]:
     size = chunks_per_group * CHUNK
     for start in range(0, num_positions, size):
         stop = min(start + size, num_positions)
-        groups.append(_Group(slice(start, stop), start // CHUNK, max(1, (stop - start) // CHUNK)))
+        num_chunks = max(1, (stop - start) // CHUNK)  # a chunk may be shorter
+        groups.append(_Group(slice(start, stop), start // CHUNK, num_chunks))
     return groups
 
 
@@ -280,7 +285,9 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
 
     def empty_states(k: Tensor, v: Tensor) -> Tensor:
         """Allocate the states before each chunk, and after the last one."""
-        return k.new_empty((_num_chunks(k) + 1, *kind.state_shape(k, v)), dtype=torch.float32)
+        num_chunks = -(-k.shape[1] // CHUNK)  # rounded up
+        shape = (num_chunks + 1, *kind.state_shape(k, v))
+        return k.new_empty(shape, dtype=torch.float32)
 
     def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
@@ -295,7 +302,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         inputs = [_pad(tensor, chunks_per_group) for tensor in (q, k, v, g, beta, resets)]
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
         for group in _groups(out.shape[1], chunks_per_group):
-            chunks = kind(*map(group.of, inputs))
+            chunks = kind(*map(group.chunks_of, inputs))
             chunks.read(
                 states[group.start : group.end + 1],  # with the state after the group
                 group.heads_first(out, k.shape[2]),
@@ -313,8 +320,8 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         grad, *inputs = (_pad(tensor, chunks_per_group) for tensor in (grad, q, k, v, g, beta, resets))
         grads = empty_gradients(*inputs[:-1])
         for group in reversed(_groups(grad.shape[1], chunks_per_group)):
-            chunks = kind(*map(group.of, inputs))
-            d_out = heads_first(group.of(grad), k.shape[2])
+            chunks = kind(*map(group.chunks_of, inputs))
+            d_out = heads_first(group.chunks_of(grad), k.shape[2])
             grads_of_group = [group.heads_first(tensor, k.shape[2]) for tensor in grads]
             d_state = chunks.gradients(states[group.start : group.end + 1], d_out, d_state, grads_of_group)
             del chunks, d_out  # before the next group allocates its own
@@ -350,9 +357,10 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
     ) -> tuple[Tensor, Tensor]:
         is_decoding = k.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
         if is_decoding:
-            position = kind(*(tensor[None] for tensor in (q, k, v, g, beta, resets)))
-            out, state = position.step(state)
-            return out.movedim(3, 1).reshape(v.shape).to(v.dtype), state
+            inputs = [tensor[None] for tensor in (q, k, v, g, beta, resets)]  # one chunk of one position
+            out, state = kind(*inputs).step(state)  # [b, n_k, r, 1, h_v]
+            positions_first = out.movedim(3, 1)  # [b, 1, n_k, r, h_v]
+            return positions_first.reshape(v.shape).to(v.dtype), state
         out, states = forward(q, k, v, g, beta, resets, state)
         return out, states[-1]
 

@@ -35,30 +35,37 @@ class _DeltaChunks(Chunks):
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor) -> None:
         super().__init__(q, k, v, g, beta, resets)
         # 1e-6, as in the published models: a vector of zeros keeps its length.
-        self.q_scale = torch.rsqrt(self.q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
-        self.k_scale = torch.rsqrt(self.k.square().sum(-1, keepdim=True) + 1e-6)
+        squared_q_lengths = self.q.square().sum(-1, keepdim=True)  # [n, n_k, 1, c, 1]
+        squared_k_lengths = self.k.square().sum(-1, keepdim=True)
+        self.q_scale = torch.rsqrt(squared_q_lengths + 1e-6) * q.shape[-1] ** -0.5
+        self.k_scale = torch.rsqrt(squared_k_lengths + 1e-6)
         self.q = self.q * self.q_scale
         self.k = self.k * self.k_scale
 
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return ``[b, n_k, r, h_k, h_v]``."""
-        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], k.shape[-1], v.shape[-1]
+        batch_size, _, key_heads, key_dim = k.shape
+        value_heads, value_dim = v.shape[2:]
+        return batch_size, key_heads, value_heads // key_heads, key_dim, value_dim
 
     def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
+        # Matrices [n, n_k, r, c, c] have no names here and below, so that each is freed once it is used.
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
-        written = solution @ self.v  # [n, n_k, r, c, h_v], without what S contributes
+        written = solution @ self.v  # [n, n_k, r, c, h_v], without the part of S
         state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
         keys_until_end = self.k * self.until_end
         decays = self._decays_of_states()
-        # In place: `written` becomes u = written - W S, for the state S before the chunk, which is known only now.
-        for index, (chunk_written, chunk_weights, chunk_keys) in enumerate(
-            zip(*map(self._by_chunk, (written, state_weights, keys_until_end)), strict=True)
-        ):
-            chunk_written.baddbmm_(chunk_weights, states[index].flatten(0, 2), alpha=-1)
+        written_of_chunks = self._by_chunk(written)
+        weights_of_chunks = self._by_chunk(state_weights)
+        keys_of_chunks = self._by_chunk(keys_until_end)
+        for index in range(self.num_chunks):
+            # In place: `written` becomes u = written - W S, for the state S before the chunk, which is known only now.
+            chunk_written = written_of_chunks[index]
+            chunk_written.baddbmm_(weights_of_chunks[index], states[index].flatten(0, 2), alpha=-1)
             torch.mul(states[index], decays[index], out=states[index + 1])
-            states[index + 1].flatten(0, 2).baddbmm_(chunk_keys.mT, chunk_written)
+            states[index + 1].flatten(0, 2).baddbmm_(keys_of_chunks[index].mT, chunk_written)
         from_chunk = ((self.q @ self.k.mT) * self.decay) @ written
         from_states = self.q @ states[:-1].flatten(0, 1)
         torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
@@ -86,12 +93,12 @@ class _DeltaChunks(Chunks):
         written = solution @ error  # u, [n, n_k, r, c, h_v]
         scores = q @ k.mT  # [n, n_k, 1, c, c], not decayed
 
-        # What positions write is read within the chunk, and from the state after it.
+        # Values that positions write are read within the chunk, and from the state after it.
         d_from_states = d_out * self.since_state  # of from_states = q @ states_before
         d_written = (scores * decay).mT @ d_out  # [n, n_k, r, c, h_v], by readers within the chunk
         d_states = torch.empty_like(states)
         d_states[-1] = 0.0 if d_state is None else d_state
-        # In place: fills d_states, and completes d_written by what is read from the states after.
+        # In place: fills d_states, and adds the gradient by the states after the chunks to d_written.
         state_weights = solution @ keys_since_state
         self._backward_through_states(d_states, d_written, d_from_states, state_weights, keys_until_end)
         d_states_after = d_states[1:].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
@@ -121,15 +128,19 @@ class _DeltaChunks(Chunks):
         # Gradients of the logarithms of the decays; since_state of the last position also decays the state before the
         # chunk to the state after it.
         d_log_since = (q * d_q_by_state).sum(-1).sub_((k * negative_d_k_by_state).sum(-1))
-        d_log_since[..., -1] += self.since_state[..., -1, 0] * (d_states_after * states_before).sum((-2, -1))
+        d_decays_of_states = (d_states_after * states_before).sum((-2, -1))  # [n, n_k, r]
+        d_log_since[..., -1] += self.since_state[..., -1, 0] * d_decays_of_states
         d_log_until = (keys_until_end * d_keys_until_end).sum(-1)
         d_g = self.d_g(d_log_decay, d_log_since, d_log_until)
 
         # Through the normalization, whose queries have the length h_k ** -0.5; r value heads share q and k.
         d_q = (d_q_by_state.add_(d_scores @ k)).sum(2, keepdim=True)  # [n, n_k, 1, c, h_k]
         d_k = d_k.sum(2, keepdim=True)
-        d_q = self.q_scale * (d_q - q * (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1]))
-        d_k = self.k_scale * (d_k - k * (k * d_k).sum(-1, keepdim=True))
+        # The part of a gradient along its vector changes the length, which the normalization takes away again.
+        d_q_length = (q * d_q).sum(-1, keepdim=True).mul_(q.shape[-1])  # [n, n_k, 1, c, 1]
+        d_q = self.q_scale * (d_q - q * d_q_length)
+        d_k_length = (k * d_k).sum(-1, keepdim=True)
+        d_k = self.k_scale * (d_k - k * d_k_length)
         for target, gradient in zip(grads, (d_q, d_k, d_error, d_g, d_beta), strict=True):
             target.copy_(self.split(gradient))
         return d_states[0]
@@ -140,22 +151,25 @@ class _DeltaChunks(Chunks):
         """Compute the gradients of the states, from the last to the first.
 
         Args:
-            d_states: ``[m + 1, b, ...]``, of which ``d_states[-1]`` is known and the others are written.
-            d_written: gradient of what positions write, by readers within the chunk, ``[n, n_k, r, c, h_v]``; what is
-                read from the states after is added.
+            d_states: ``[m + 1, b, ...]``; ``d_states[-1]`` is given, the others are written.
+            d_written: gradient of the written values by readers within the chunk, ``[n, n_k, r, c, h_v]``, to which
+                that by the state after the chunk is added.
             d_from_states: gradient of ``q @ S``, ``[n, n_k, r, c, h_v]``.
             state_weights: W, ``[n, n_k, r, c, h_k]``.
             keys_until_end: keys, decayed until the end of their chunk, ``[n, n_k, r, c, h_k]``.
         """
         torch.matmul(self.q.mT, d_from_states, out=d_states[:-1].flatten(0, 1))
         decays = self._decays_of_states()
-        # A state is read by the queries of its chunk (above), decays to the next state, and changes what its chunk
-        # writes by -W S. So the gradient of what is written has to be complete before that of the state.
-        tensors_of_chunks = zip(*map(self._by_chunk, (d_written, state_weights, keys_until_end)), strict=True)
-        for index, (chunk_d_written, chunk_weights, chunk_keys) in reversed(list(enumerate(tensors_of_chunks))):
-            chunk_d_written.baddbmm_(chunk_keys, d_states[index + 1].flatten(0, 2))
+        # A state is read by the queries of its chunk (above), decays to the next state, and changes the values that its
+        # chunk writes by -W S. So the gradient of these values has to be complete before that of the state.
+        d_written_of_chunks = self._by_chunk(d_written)
+        weights_of_chunks = self._by_chunk(state_weights)
+        keys_of_chunks = self._by_chunk(keys_until_end)
+        for index in reversed(range(self.num_chunks)):
+            chunk_d_written = d_written_of_chunks[index]
+            chunk_d_written.baddbmm_(keys_of_chunks[index], d_states[index + 1].flatten(0, 2))
             d_states[index].addcmul_(d_states[index + 1], decays[index])
-            d_states[index].flatten(0, 2).baddbmm_(chunk_weights.mT, chunk_d_written, alpha=-1)
+            d_states[index].flatten(0, 2).baddbmm_(weights_of_chunks[index].mT, chunk_d_written, alpha=-1)
 
     def _inverse(self, decayed_similarities: Tensor) -> Tensor:
         """Return the inverse of I + system for the products of keys ``k k^T``, decayed, ``[n, n_k, r, c, c]``."""
@@ -192,7 +206,7 @@ def kernel_delta_rule(
     of their ``chunks`` of ``KERNEL_CHUNK`` positions ``[chunks, 2]``. Without these it derives them, for which the host
     waits.
     """
-    row = [t.flatten(0, 1)[None] for t in (q, k, v, g, beta)]
+    row = [tensor.flatten(0, 1)[None] for tensor in (q, k, v, g, beta)]  # [1, b * s, ...]
     options = {"cu_seqlens": cu_seqlens, "chunk_indices": chunks, "chunk_size": KERNEL_CHUNK}
     out, _ = kernel(*row, use_qk_l2norm_in_kernel=True, **options)
     return out.view(v.shape)
@@ -247,7 +261,8 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize ``x`` ``[..., dim]`` and multiply by ``silu(gate)`` in float32; return the dtype of ``x``."""
         normed = rms_norm(x, self.eps, self.scale)
-        return (normed.float() * F.silu(gate.float())).to(x.dtype)
+        gated = normed.float() * F.silu(gate.float())
+        return gated.to(x.dtype)
 
 
 class GatedDeltaNet(RecurrentMixer, KernelUser):
@@ -344,7 +359,15 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     def _mix(
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
-        qkv, z, b, a = self._projected(x)
+        # Concatenated queries, keys and values, and the inputs of the gate (z), of beta (b) and of the decay (a).
+        if self.fused:
+            qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
+            b, a = self.ba_proj(x).chunk(2, dim=-1)
+        else:
+            qkv = self.qkv_proj(x)
+            z = self.z_proj(x)
+            b = self.b_proj(x)
+            a = self.a_proj(x)
         share = self.share
         per_head = ((self.num_value_heads, 1),)
         blocks = (
@@ -355,12 +378,14 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
         mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks, documents=documents)
-        q, k, v = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
+        local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
+        q, k, v = mixed.split(local_widths, dim=-1)
         q = q.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         k = k.unflatten(-1, (-1, self.key_dim))  # [b, s, n_k, h_k]
         v = v.unflatten(-1, (-1, self.value_dim))  # [b, s, n_v, h_v]
-        rate = -share.own_channels(self.a_log, per_head).float().exp()
-        log_decay = rate * F.softplus(a.float() + share.own_channels(self.dt_bias, per_head))  # [b, s, n_v]
+        rate = -share.local_channels(self.a_log, per_head).float().exp()
+        dt_bias = share.local_channels(self.dt_bias, per_head)
+        log_decay = rate * F.softplus(a.float() + dt_bias)  # [b, s, n_v]
         beta = b.sigmoid()
         if self.kernel is not None and documents is not None and cache is None:
             boundaries = documents
@@ -370,8 +395,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
                 self.kernel, q, k, v, log_decay, beta, boundaries.cu_seqlens, boundaries.kernel_chunks
             )
         else:
-            rows = None if cache is None else cache.rows(x.shape[0])
-            state = None if cache is None else cache.state[rows]
+            state = None
+            if cache is not None:
+                rows = cache.rows(x.shape[0])
+                state = cache.state[rows]
             out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
@@ -383,14 +410,6 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
     def sharing_obstacle(self, ranks: int) -> str | None:
         """See the base class."""
         return heads_obstacle("GatedDeltaNet", ranks, self.num_value_heads, self.num_key_heads, "key heads")
-
-    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the input projections: concatenated queries, keys and values; gate z; b for beta; a for decay."""
-        if not self.fused:
-            return self.qkv_proj(x), self.z_proj(x), self.b_proj(x), self.a_proj(x)
-        qkv, z = self.qkvz_proj(x).split((sum(self.widths), self.widths[2]), dim=-1)
-        b, a = self.ba_proj(x).chunk(2, dim=-1)
-        return qkv, z, b, a
 
     @property
     def state_elements(self) -> int:

@@ -23,8 +23,8 @@ class _StateSpaceChunks(Chunks):
     """Chunks of the state-space model: position i writes ``beta_i v_i``.
 
     Within a chunk, the sum over positions is masked attention (Dao & Gu 2024, arXiv:2405.21060). r value heads share a
-    key head; the state is ``[b, n_k, r, h_v, h_k]``, so that one matrix product computes all r heads. The states before
-    and after several chunks are one matrix product, too: of the decays between them, and of what the chunks write.
+    key head; the state is ``[b, n_k, r, h_v, h_k]``, so that one matrix product computes all r heads. Another product
+    computes the states of several chunks: that of the decays between chunks and the sums that chunks write.
     """
 
     multiplies_states = True
@@ -32,7 +32,9 @@ class _StateSpaceChunks(Chunks):
     @staticmethod
     def state_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
         """Return ``[b, n_k, r, h_v, h_k]``."""
-        return k.shape[0], k.shape[2], v.shape[2] // k.shape[2], v.shape[-1], k.shape[-1]
+        batch_size, _, key_heads, key_dim = k.shape
+        value_heads, value_dim = v.shape[2:]
+        return batch_size, key_heads, value_heads // key_heads, value_dim, key_dim
 
     @classmethod
     def elements_of_chunk(cls, k: Tensor, v: Tensor) -> int:
@@ -45,17 +47,17 @@ class _StateSpaceChunks(Chunks):
     def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
         """See the base class."""
         written = self.v * self.beta  # [n, n_k, r, c, h_v], in the order of v
-        self._write_states(self._rows(written, self.until_end), states, starts_empty)
-        from_states = self._from_states(self.q, states[:-1])
+        self._write_states(self._scaled_rows(written, self.until_end), states, starts_empty)
+        from_states = self._read_states(self.q, states[:-1])
         from_chunk = self._weights() @ written
         torch.addcmul(self.split(from_chunk), self.split(from_states), self.split(self.since_state), out=out)
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """See the base class."""
-        written = self._rows(self.v, self.beta)  # [b, n_k, 1, r * h_v]
+        written = self._scaled_rows(self.v, self.beta)  # [b, n_k, 1, r * h_v]
         added = (written.mT @ self.k[:, :, 0]).view_as(state)
         state = added.addcmul_(state, self.since_state)
-        return self._from_states(self.q, state[None]), state
+        return self._read_states(self.q, state[None]), state
 
     def gradients(self, states: Tensor, d_out: Tensor, d_state: Tensor | None, grads: Sequence[Tensor]) -> Tensor:
         """See the base class."""
@@ -64,7 +66,8 @@ class _StateSpaceChunks(Chunks):
         # The forward pass again.
         written = self.v * self.beta  # [n, n_k, r, c, h_v], in the order of v
         weights = self._weights()  # [n, n_k, r, c, c]
-        out = (weights @ written).addcmul_(self._from_states(self.q, states[:-1]), self.since_state)
+        out = weights @ written
+        out.addcmul_(self._read_states(self.q, states[:-1]), self.since_state)
 
         # With the sums G of g until a position, all that it reads has the factor exp(G), all that it writes exp(-G),
         # and the state after the chunk exp(G) of the last position.
@@ -73,22 +76,25 @@ class _StateSpaceChunks(Chunks):
         del out, weights
 
         # The states before the chunks are read by q, and decay to the states after them.
-        d_from_states = self._rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
-        d_states = self._d_states(d_from_states, states, d_state)  # [m + 1, b, ...]
+        d_from_states = self._scaled_rows(d_out, self.since_state)  # [n, n_k, c, r * h_v]
+        d_states = self._gradients_of_states(d_from_states, states, d_state)  # [m + 1, b, ...]
         d_states_after = d_states[1:]
-        d_cumulative[..., -1].add_((d_states_after * states[1:]).sum((-2, -1)).flatten(0, 1))
+        d_log_chunk_decays = (d_states_after * states[1:]).sum((-2, -1))  # [m, b, n_k, r]
+        d_cumulative[..., -1].add_(d_log_chunk_decays.flatten(0, 1))
 
-        # What positions write is also read from the state after the chunk: d_written is complete.
-        d_written.addcmul_(self._from_states(self.k, d_states_after), self.until_end)
+        # Values that positions write are also read from the state after the chunk: d_written is complete.
+        d_written.addcmul_(self._read_states(self.k, d_states_after), self.until_end)
         d_beta = (d_written * self.v).sum(-1)  # [n, n_k, r, c]
         d_cumulative.addcmul_(self.beta[..., 0], d_beta, value=-1)
         d_g = sum_of_later(d_cumulative)
 
         # q and k have a gradient of the scores q k^T, which r heads share, and one of the state.
         d_scores = (d_out @ written.mT).mul_(self.decay).sum(2)  # [n, n_k, c, c]
-        d_q = self._sum_of_products(d_scores, k, d_from_states, self._columns(states[:-1]))  # [n, n_k, c, h_k]
-        written_to_after = self._rows(written, self.until_end)
-        d_k = self._sum_of_products(d_scores.mT, q, written_to_after, self._columns(d_states_after))
+        matrices_before = self._state_matrices(states[:-1])
+        d_q = self._sum_of_products(d_scores, k, d_from_states, matrices_before)  # [n, n_k, c, h_k]
+        written_to_after = self._scaled_rows(written, self.until_end)
+        d_matrices_after = self._state_matrices(d_states_after)
+        d_k = self._sum_of_products(d_scores.mT, q, written_to_after, d_matrices_after)
 
         grad_q, grad_k, grad_v, grad_g, grad_beta = grads
         grad_q.copy_(self.split(d_q[:, :, None]))
@@ -103,11 +109,11 @@ class _StateSpaceChunks(Chunks):
         return self.decay * (self.q @ self.k.mT)
 
     def _write_states(self, written_to_after: Tensor, states: Tensor, starts_empty: bool) -> None:
-        """Compute ``states[1:]`` of ``[m + 1, b, ...]``: what chunks write, and what decays leave of earlier states.
+        """Compute ``states[1:]`` of ``[m + 1, b, ...]``: the sums that chunks write, and decayed earlier states.
 
         Args:
-            written_to_after: what positions write to the state after their chunk, ``[n, n_k, c, r * h_v]``.
-            states: of which ``states[0]`` is known.
+            written_to_after: values that positions write to the state after their chunk, ``[n, n_k, c, r * h_v]``.
+            states: all states; ``states[0]`` is given, the others are written.
             starts_empty: whether ``states[0]`` is zero.
         """
         states_after = states[1:]
@@ -118,20 +124,22 @@ class _StateSpaceChunks(Chunks):
             return
         added = torch.empty_like(states_after)
         self._outer_products(written_to_after, self.k, added)
-        torch.bmm(decays_between(self.log_since_start), self._heads(added), out=self._heads(states_after))
+        decays = decays_between(self.log_since_start)  # [b * n_v, m, m]
+        torch.bmm(decays, self._by_head(added), out=self._by_head(states_after))
         if not starts_empty:
             since_start = self.log_since_start.exp().to(states.dtype)
-            self._heads(states_after).addcmul_(self._heads(states[:1]), since_start[..., None])
+            self._by_head(states_after).addcmul_(self._by_head(states[:1]), since_start[..., None])
 
-    def _d_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
-        """Compute the gradients of all states ``[m + 1, b, ...]``, each of what reads it and what later ones leave.
+    def _gradients_of_states(self, d_from_states: Tensor, states: Tensor, d_state: Tensor | None) -> Tensor:
+        """Compute the gradients of all states ``[m + 1, b, ...]``: by the positions that read it, and by later states.
 
         Args:
-            d_from_states: gradient of what positions read of the state before their chunk, ``[n, n_k, c, r * h_v]``.
+            d_from_states: gradient of the values that positions read from the state before their chunk,
+                ``[n, n_k, c, r * h_v]``.
             states: ``[m + 1, b, ...]``.
             d_state: gradient of the last state; None: zero.
         """
-        d_by_readers = torch.empty_like(states)  # without what later states leave
+        d_by_readers = torch.empty_like(states)  # by positions alone
         d_by_readers[-1] = 0.0 if d_state is None else d_state
         self._outer_products(d_from_states, self.q, d_by_readers[:-1])
         if self.num_chunks == 1:
@@ -141,38 +149,45 @@ class _StateSpaceChunks(Chunks):
         # Between all states, of which a row with index i reads those up to column i: [b * n_v, m + 1, m + 1].
         decays = decays_between(F.pad(self.log_since_start, (1, 0)))
         d_states = torch.empty_like(states)
-        torch.bmm(decays.mT, self._heads(d_by_readers), out=self._heads(d_states))
+        torch.bmm(decays.mT, self._by_head(d_by_readers), out=self._by_head(d_states))
         return d_states
 
     @staticmethod
-    def _heads(states: Tensor) -> Tensor:
+    def _by_head(states: Tensor) -> Tensor:
         """View states ``[m, b, n_k, r, h_v, h_k]`` as ``[b * n_v, m, h_v * h_k]``."""
-        return states.flatten(1, 3).flatten(2).transpose(0, 1)
+        heads = states.flatten(1, 3).flatten(2)  # [m, b * n_v, h_v * h_k]
+        return heads.transpose(0, 1)
 
     @staticmethod
     def _outer_products(rows: Tensor, x: Tensor, states: Tensor) -> None:
         """Write the sum over positions of ``[n, n_k, c, r * h_v]`` times ``[n, n_k, 1, c, h_k]`` to m states."""
-        torch.bmm(rows.flatten(0, 1).mT, x.flatten(0, 2), out=states.flatten(0, 2).flatten(1, 2))
+        rows = rows.flatten(0, 1)  # [n * n_k, c, r * h_v]
+        x = x.flatten(0, 2)  # [n * n_k, c, h_k]
+        matrices = states.flatten(0, 2).flatten(1, 2)  # [n * n_k, r * h_v, h_k]
+        torch.bmm(rows.mT, x, out=matrices)
 
-    def _from_states(self, x: Tensor, states: Tensor) -> Tensor:
+    def _read_states(self, x: Tensor, states: Tensor) -> Tensor:
         """Multiply ``[n, n_k, 1, c, h_k]`` by the states of the m chunks: ``[n, n_k, r, c, h_v]``."""
-        return (x[:, :, 0] @ self._columns(states).mT).unflatten(-1, states.shape[3:5]).transpose(2, 3)
+        products = x[:, :, 0] @ self._state_matrices(states).mT  # [n, n_k, c, r * h_v]
+        by_value_head = products.unflatten(-1, states.shape[3:5])  # [n, n_k, c, r, h_v]
+        return by_value_head.transpose(2, 3)
 
     @staticmethod
     def _sum_of_products(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
         """Compute ``a @ b + c @ d`` of matrices ``[n, n_k, ...]`` in two launches."""
-        product = (a @ b).flatten(0, 1)
-        return product.baddbmm_(c.flatten(0, 1), d.flatten(0, 1)).unflatten(0, a.shape[:2])
+        total = (a @ b).flatten(0, 1)  # [n * n_k, ...]
+        total.baddbmm_(c.flatten(0, 1), d.flatten(0, 1))
+        return total.unflatten(0, a.shape[:2])
 
     @staticmethod
-    def _rows(x: Tensor, factors: Tensor) -> Tensor:
+    def _scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
         """Multiply ``[n, n_k, r, c, h_v]`` by factors of positions, and permute to ``[n, n_k, c, r * h_v]``."""
         rows = torch.empty_like(x.transpose(2, 3), memory_format=torch.contiguous_format)
         torch.mul(x, factors, out=rows.transpose(2, 3))
         return rows.flatten(-2)
 
     @staticmethod
-    def _columns(states: Tensor) -> Tensor:
+    def _state_matrices(states: Tensor) -> Tensor:
         """View states ``[m, b, n_k, r, h_v, h_k]`` as ``[n, n_k, r * h_v, h_k]``."""
         return states.flatten(0, 1).flatten(2, 3)
 
@@ -276,7 +291,8 @@ class _StepSizes(torch.autograd.Function):
         d_a_log = None
         d_dt_bias = None
         if needs_parameters:
-            d_a_log, d_dt_bias = d_parameters.sum((1, 2)).to(torch.promote_types(a_log_dtype, dt_bias_dtype))
+            parameter_dtype = torch.promote_types(a_log_dtype, dt_bias_dtype)
+            d_a_log, d_dt_bias = d_parameters.sum((1, 2)).to(parameter_dtype)  # [heads] each
         if ctx.scale != 1.0:
             d_before_softplus = d_before_softplus * ctx.scale
         return d_before_softplus.to(dt_dtype), d_dt_bias, d_a_log, None, None
@@ -293,7 +309,9 @@ class _SkipConnection(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, skip = ctx.saved_tensors
-        d_skip = (grad * x).sum((0, 1, 3)) if ctx.needs_input_grad[2] else None
+        d_skip = None
+        if ctx.needs_input_grad[2]:
+            d_skip = (grad * x).sum((0, 1, 3))  # [heads]
         return grad, grad * skip[:, None], d_skip
 
 
@@ -335,13 +353,9 @@ class _GatedNorm(torch.autograd.Function):
         d_gate = torch.empty_like(gate)
         d_silu = d_gated.mul_(x)
         torch.ops.aten.silu_backward.grad_input(d_silu, gate_float, grad_input=d_gate)
-        return d_x, d_gate, None if d_scale is None else d_scale.to(scale.dtype), None, None
-
-
-def _gated_norm(x: Tensor, gate: Tensor, scale: Tensor, groups: int, eps: float) -> Tensor:
-    gated = (x * F.silu(gate.float())).unflatten(-1, (groups, -1))  # float32 [..., groups, dim / groups]
-    normed = F.rms_norm(gated, gated.shape[-1:], eps=eps).flatten(-2)
-    return (normed * scale).to(x.dtype)
+        if d_scale is not None:
+            d_scale = d_scale.to(scale.dtype)
+        return d_x, d_gate, d_scale, None, None
 
 
 class GatedGroupNorm(nn.Module):
@@ -365,9 +379,12 @@ class GatedGroupNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Multiply ``x`` ``[..., dim]`` by ``silu(gate)`` and normalize, in float32; return the dtype of ``x``."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _gated_norm(x, gate, self.scale, self.groups, self.eps)
-        return _GatedNorm.apply(x, gate, self.scale, self.groups, self.eps)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            return _GatedNorm.apply(x, gate, self.scale, self.groups, self.eps)
+        # The compiler fuses these operators, and chooses the saved tensors.
+        gated = (x * F.silu(gate.float())).unflatten(-1, (self.groups, -1))  # float32 [..., groups, dim / groups]
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(-2)
+        return (normed * self.scale).to(x.dtype)
 
 
 class Mamba2(RecurrentMixer, KernelUser):
@@ -443,7 +460,8 @@ class Mamba2(RecurrentMixer, KernelUser):
         """Initialize exp(a_log) uniform in [1, 16], softplus(dt_bias) log-uniform in [0.001, 0.1], ``skip`` to 1."""
         with torch.no_grad():
             self.a_log.uniform_(1.0, 16.0).log_()
-            self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_().expm1_().log_()
+            step_sizes = self.dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+            step_sizes.expm1_().log_()  # in place: the inverse of softplus
             self.skip.fill_(1.0)
 
     def choose_kernels(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -465,7 +483,8 @@ class Mamba2(RecurrentMixer, KernelUser):
         self, x: Tensor, reach: Tensor, cache: StateCache | None, documents: Documents | Boundaries | None
     ) -> Tensor:
         gate_scale, *conv_scales, dt_scale = self.scales
-        gate, mixed, dt = self.in_proj(x).split((self.widths[0], sum(self.widths), self.num_heads), dim=-1)
+        projected_widths = (self.widths[0], sum(self.widths), self.num_heads)
+        gate, mixed, dt = self.in_proj(x).split(projected_widths, dim=-1)
         factors = None
         if set(conv_scales) != {1.0}:
             factors = list(zip(self.widths, conv_scales, strict=True))
@@ -479,20 +498,23 @@ class Mamba2(RecurrentMixer, KernelUser):
         # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
         (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
         mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks, documents=documents)
-        x, b, c = mixed.split([share.num_heads(heads) * head_dim for heads, head_dim in blocks], dim=-1)
+        local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]
+        x, b, c = mixed.split(local_widths, dim=-1)
         x = x.unflatten(-1, (-1, self.head_dim))  # [b, s, heads, p]
         b = b.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
         c = c.unflatten(-1, (-1, self.state_dim))  # [b, s, groups, n]
-        dt_bias = share.own_channels(self.dt_bias, per_head)
-        a_log = share.own_channels(self.a_log, per_head)
-        skip = share.own_channels(self.skip, per_head)
+        dt_bias = share.local_channels(self.dt_bias, per_head)
+        a_log = share.local_channels(self.a_log, per_head)
+        skip = share.local_channels(self.skip, per_head)
         if self.kernel is not None and cache is None:
             if dt_scale != 1.0:
                 dt = dt.float() * dt_scale
             out = kernel_state_space(self.kernel, c, b, x, dt, dt_bias, self.dt_limits, a_log, skip, reach)
         else:
-            rows = None if cache is None else cache.rows(x.shape[0])
-            state = None if cache is None else cache.state[rows]
+            state = None
+            if cache is not None:
+                rows = cache.rows(x.shape[0])
+                state = cache.state[rows]
             step_sizes, log_decays = _StepSizes.apply(dt, dt_bias, a_log, dt_scale, self.dt_limits)
             out, state = state_space(c, b, x, log_decays, step_sizes, reach == 0, state)
             if cache is not None:
@@ -501,7 +523,10 @@ class Mamba2(RecurrentMixer, KernelUser):
         out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p]
         if gate_scale != 1.0:
             gate = gate * gate_scale
-        gated = swiglu(gate, out) if self.norm is None else self.norm(out, gate)
+        if self.norm is None:
+            gated = swiglu(gate, out)
+        else:
+            gated = self.norm(out, gate)
         out = self.output_proj(gated)
         if self.out_scale != 1.0:
             out = out * self.out_scale

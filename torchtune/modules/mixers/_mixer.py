@@ -71,22 +71,22 @@ class MixerShare:
     lie head by head in blocks: ``((n, h), (m, g))`` are n heads of h channels each, then m heads of g channels.
     """
 
-    def own_positions(self, positions: Tensor) -> Tensor:
+    def local_positions(self, positions: Tensor) -> Tensor:
         """Return those of ``positions`` ``[b, s]`` that this process's hidden states have."""
         return positions
 
     def num_heads(self, heads: int) -> int:
-        """Return how many of ``heads`` heads this process computes."""
+        """Return the number of heads that this process computes, of ``heads`` in total."""
         return heads
 
-    def own_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
+    def local_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
         """Return the channels of this process's heads, from a parameter ``[c, ...]`` of all heads."""
         return parameter
 
     def gather_positions(
         self, channels: Sequence[Tensor], blocks: Sequence[Blocks], reach: Tensor
     ) -> tuple[Sequence[Tensor], Tensor]:
-        """Give up the channels of other heads for all positions of the sequence.
+        """Exchange the channels of other heads for all positions of the sequence.
 
         Args:
             channels: tensors of one dtype for this process's positions, ``[b, s, c]`` each.
@@ -206,9 +206,10 @@ class RecurrentMixer(nn.Module, ABC):
         """
         if input_pos is None:
             input_pos = torch.arange(x.shape[1], device=x.device)
-        positions = self.share.own_positions(input_pos.view(-1, input_pos.shape[-1]))
+        positions = self.share.local_positions(input_pos.view(-1, input_pos.shape[-1]))
         reach = positions.expand(x.shape[0], -1)
-        return self._mix(x, reach, self.kv_cache if self.cache_enabled else None, documents)
+        cache = self.kv_cache if self.cache_enabled else None
+        return self._mix(x, reach, cache, documents)
 
 
 def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: str) -> str | None:
@@ -220,7 +221,7 @@ def heads_obstacle(kind: str, ranks: int, heads: int, shared: int, shared_name: 
         heads: number of heads with a state.
         shared: number of smaller parts, each for heads / shared consecutive heads. With fewer parts than ranks, some
             ranks compute with the same one.
-        shared_name: what the parts are called.
+        shared_name: name of the parts in the message.
     """
     if heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0):
         return None

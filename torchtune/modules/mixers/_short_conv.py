@@ -30,8 +30,10 @@ class _CausalConv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, continues)
         num_positions = x.shape[1]
         *earlier, last = weight.unbind(1)
+        if not earlier and bias is None:
+            return x * last
         if not earlier:
-            return x * last if bias is None else torch.addcmul(bias, x, last)
+            return torch.addcmul(bias, x, last)
 
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
         for index, tap in enumerate(earlier):
@@ -50,11 +52,13 @@ class _CausalConv(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, continues = ctx.saved_tensors
         _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        d_bias = grad.sum((0, 1)) if needs_bias else None
-        d_taps = x.new_empty(weight.shape[::-1], dtype=torch.float32) if needs_weight else None  # [K, c]
+        d_bias = None
+        if needs_bias:
+            d_bias = grad.sum((0, 1))
         *earlier, last = weight.unbind(1)
         d_x = grad * last
         if needs_weight:
+            d_taps = x.new_empty(weight.shape[::-1], dtype=torch.float32)  # [K, c]
             torch.sum(grad * x, (0, 1), dtype=torch.float32, out=d_taps[-1])
         # A tap of distance D gives input t the gradient of output t + D, if no document begins between them. That is
         # the gradient of distance D - 1 at t + 1, if t + 1 continues the document of t.
@@ -95,12 +99,25 @@ class _SeparatedConv(torch.autograd.Function):
         d_out = _separated(grad, index, ctx.row_length, 0)
         needed = list(ctx.needs_input_grad[:3])
         d_inputs, d_weight, d_bias = torch.ops.aten.convolution_backward(
-            d_out, inputs, weight[:, None], [channels], [1], [0], [1], False, [0], channels, needed
+            d_out,
+            inputs,
+            weight[:, None],
+            bias_sizes=[channels],
+            stride=[1],
+            padding=[0],
+            dilation=[1],
+            transposed=False,
+            output_padding=[0],
+            groups=channels,
+            output_mask=needed,
         )
         d_x = None
         if d_inputs is not None:
-            d_x = d_inputs[0, :, taps - 1 :].mT.index_select(0, index).view_as(x)
-        return d_x, None if d_weight is None else d_weight[:, 0], d_bias, None
+            d_row = d_inputs[0, :, taps - 1 :].mT  # [row length, c]
+            d_x = d_row.index_select(0, index).view_as(x)
+        if d_weight is not None:
+            d_weight = d_weight[:, 0]  # [c, 1, K] -> [c, K]
+        return d_x, d_weight, d_bias, None
 
 
 def _separated(x: Tensor, index: Tensor, row_length: int, num_before: int) -> Tensor:
@@ -138,7 +155,9 @@ def cached_conv(x: Tensor, weight: Tensor, reach: Tensor, cache: StateCache | No
 
 def index_documents(reach: Tensor, rows: int) -> Tensor:
     """Number the documents of each row, int32 ``[rows, s]``, as kernels of other packages expect them."""
-    return (reach == 0).cumsum(-1, dtype=torch.int32).expand(rows, -1).contiguous()
+    is_first = reach == 0  # position of a document
+    numbers = is_first.cumsum(-1, dtype=torch.int32)
+    return numbers.expand(rows, -1).contiguous()
 
 
 @outside_graphs
@@ -176,7 +195,9 @@ class DepthwiseWeight(nn.Module, KernelUser):
     @property
     def gap(self) -> int:
         """Number of places between documents that keep them apart in one row; 0 if a kernel reads the documents."""
-        return self.weight.shape[-1] - 1 if self.kernel is None else 0
+        if self.kernel is not None:
+            return 0
+        return self.weight.shape[-1] - 1
 
     def reset_parameters(self) -> None:
         """Initialize the parameters as ``nn.Conv1d`` does."""
@@ -214,8 +235,8 @@ class DepthwiseWeight(nn.Module, KernelUser):
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
             weight = weight * torch.cat(scales)
         if share is not None:
-            weight = share.own_channels(weight, blocks)
-            bias = None if bias is None else share.own_channels(bias, blocks)
+            weight = share.local_channels(weight, blocks)
+            bias = None if bias is None else share.local_channels(bias, blocks)
         fits_kernel = len(weight) % 8 == 0  # the kernel reads eight channels at a time
         if self.kernel is not None and fits_kernel and cache is None:
             return kernel_conv(self.kernel, x, weight, bias, reach, silu)
@@ -227,7 +248,9 @@ class DepthwiseWeight(nn.Module, KernelUser):
             out = _SeparatedConv.apply(x, weight, bias, row)
         else:
             out = cached_conv(x, weight, reach, cache, bias)
-        return F.silu(out) if silu else out
+        if silu:
+            return F.silu(out)
+        return out
 
 
 class ShortConv(RecurrentMixer):

@@ -1,4 +1,4 @@
-from torchtune.modules.peft.lora_experts import LoRAGroupedExperts as LoRAGroupedExperts
+from torchtune.modules.peft.lora import LoRAGroupedExperts as LoRAGroupedExperts
 
 from .balance import BalancingLoss as BalancingLoss
 from .balance import ExpertLoad as ExpertLoad

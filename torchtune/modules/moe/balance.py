@@ -122,7 +122,7 @@ class _AttachGradient(torch.autograd.Function):
 
 
 class _AddLoss(torch.autograd.Function):
-    """Sum of the loss and the balancing loss, whose backward pass tells the routers the factor of the latter."""
+    """Sum of the loss and the balancing loss; the backward pass records the gradient of the latter for the routers."""
 
     @staticmethod
     def forward(

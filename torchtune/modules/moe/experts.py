@@ -45,7 +45,7 @@ class GroupedExperts(nn.Module, KernelUser):
         torch.Size([5, 8])
     """
 
-    # Matrices that multiply the input; ``down_proj`` multiplies what the activation makes of their outputs.
+    # Matrices that multiply the input; ``down_proj`` multiplies the output of the activation.
     input_matrices: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
     # Whether frozen experts save only their inputs for the backward pass; activation checkpointing sets it.
     recomputes: bool = False
@@ -197,7 +197,7 @@ class GroupedExperts(nn.Module, KernelUser):
 
     def computes_frozen(self) -> bool:
         """Return whether a call takes a :class:`Selection`: experts that are frozen, and not being compiled."""
-        # The compiler fuses what is written out, and chooses the saved tensors.
+        # The compiler fuses separate operators, and chooses the saved tensors.
         return not torch.compiler.is_compiling() and self.has_frozen_matrices()
 
     def extra_repr(self) -> str:

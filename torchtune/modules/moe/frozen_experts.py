@@ -7,7 +7,7 @@ done before the next is decoded.
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -216,7 +216,7 @@ def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, r
 
 
 class _Call:
-    """A call of frozen experts: all that is no tensor.
+    """State of a call of frozen experts, except its tensors.
 
     Args:
         experts: the experts.
@@ -348,9 +348,10 @@ class _FrozenExperts(torch.autograd.Function):
             if needs_gradient:
                 trained[call.weights.name_of(position)] = torch.zeros_like(tensors[position])
 
-        # Dropout must have the masks of the forward pass.
-        same_random_numbers = nullcontext() if call.random_state is None else call.random_state.repeated()
-        with same_random_numbers:
+        random_numbers: AbstractContextManager[None] = nullcontext()
+        if call.random_state is not None:
+            random_numbers = call.random_state.repeated()  # dropout must have the masks of the forward pass
+        with random_numbers:
             for group in call.groups:
                 rows = call.rows_of(group, counts, scores, order)
                 gradients = _backward_of_group(
@@ -402,7 +403,7 @@ class _GroupGradients(NamedTuple):
 
 
 class _Projection:
-    """The product of a group's rows with a frozen matrix, and what is added to it: an adapter's update and a bias.
+    """Product of a group's rows with a frozen matrix, plus an adapter's update and a bias.
 
     Args:
         experts: the experts.

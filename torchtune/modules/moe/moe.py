@@ -101,7 +101,10 @@ class TokenChoiceTopKRouter(nn.Module):
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x)  # [t, e]
         scores = None  # of all experts, [t, e]
-        if self._needs_selected_only():
+        selects_by_score = self.selection_bias is None and self.top_groups == self.groups
+        is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
+        if is_softmax_of_selected and selects_by_score and self.balance is None:
+            # A softmax over all experts, divided by its sum over the selected ones, is a softmax over these.
             top_logits, selected_experts = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
             selected_scores = top_logits.softmax(-1)
         else:
@@ -109,7 +112,7 @@ class TokenChoiceTopKRouter(nn.Module):
                 scores = logits.float().sigmoid()
             else:
                 scores = logits.softmax(-1, dtype=torch.float32)
-            if self.selection_bias is None and self.top_groups == self.groups:
+            if selects_by_score:
                 selected_scores, selected_experts = scores.topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
             else:
                 # Bias and groups decide which experts are selected; the scores of these stay as they are.
@@ -139,15 +142,6 @@ class TokenChoiceTopKRouter(nn.Module):
                     probabilities = scores / scores.sum(-1, keepdim=True)
                 selected_scores = self.balance.attach(selected_scores, probabilities, counts)
         return selected_scores, selected_experts, counts
-
-    def _needs_selected_only(self) -> bool:
-        """Return whether the scores of the other experts have no effect.
-
-        A softmax over all experts, divided by its sum over the selected ones, is a softmax over these.
-        """
-        is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
-        selects_by_score = self.selection_bias is None and self.top_groups == self.groups
-        return is_softmax_of_selected and selects_by_score and self.balance is None
 
     def _without_other_groups(self, scores: Tensor) -> Tensor:
         """Return the scores ``[t, e]``, with ``-inf`` for experts outside the selected groups."""
@@ -293,7 +287,9 @@ class MoE(nn.Module):
             expert_inputs = self.norms["input"](tokens)
         if self.latent_in is not None:
             expert_inputs = self.latent_in(expert_inputs)  # [t, l]
-        if self._takes_selection():
+        # Frozen experts copy tokens and sum outputs themselves, unless rows go to other ranks or are scaled before.
+        takes_all_rows = self.exchange is None and not self.scales_input
+        if takes_all_rows and isinstance(self.experts, GroupedExperts) and self.experts.computes_frozen():
             out = self.experts(expert_inputs, counts, Selection(scores, order))  # [t, d]
         else:
             out = self._apply_to_copies(expert_inputs, scores, order, counts)  # [t, d]
@@ -305,12 +301,6 @@ class MoE(nn.Module):
         if shared is not None:
             out = out + shared
         return out.view_as(x)
-
-    def _takes_selection(self) -> bool:
-        """Return whether the experts copy tokens and sum outputs themselves."""
-        if self.exchange is not None or self.scales_input or not isinstance(self.experts, GroupedExperts):
-            return False
-        return self.experts.computes_frozen()
 
     def _apply_to_copies(self, tokens: Tensor, scores: Tensor, order: Tensor, counts: Tensor) -> Tensor:
         """Apply the experts to copies of the tokens, sorted by expert, and sum their outputs by token.

@@ -56,7 +56,7 @@ def _all_reduce(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _sequence_to_heads(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Exchange ``[b, s, ranks * n, h]`` for ``[b, ranks * s, n, h]``."""
     by_rank = value.unflatten(2, (group.size(), -1))  # [b, s, ranks, n, h]
-    sent = by_rank.permute(2, 1, 0, 3, 4).contiguous()  # [ranks, s, b, n, h], what each rank gets side by side
+    sent = by_rank.permute(2, 1, 0, 3, 4).contiguous()  # [ranks, s, b, n, h], the heads of a rank side by side
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return received.flatten(0, 1).transpose(0, 1)  # [ranks * s, b, n, h] -> [b, ranks * s, n, h]
@@ -140,7 +140,7 @@ def sum_over_ranks(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @outside_graphs
 def sum_of_equals(summand: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce; all ranks compute the same of the sum, so the gradient is passed on."""
+    """All-reduce; all ranks compute the same from the sum, so the backward pass leaves the gradient unchanged."""
     return _Collective.apply(summand, _all_reduce, lambda grad, _: grad, group)
 
 

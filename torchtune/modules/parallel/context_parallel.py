@@ -55,15 +55,15 @@ class ContextParallelAttention:
             k = k.repeat_interleave(num_ranks // num_kv_heads, dim=2)
             v = v.repeat_interleave(num_ranks // num_kv_heads, dim=2)
         # Queries, keys and values of each rank's heads side by side, so that one all-to-all suffices.
-        by_rank = [
-            heads.unflatten(2, (num_ranks, -1)) for heads in (q, k, v)
-        ]  # [b, s / ranks, ranks, heads / ranks, h]
+        by_rank = []
+        for heads in (q, k, v):
+            by_rank.append(heads.unflatten(2, (num_ranks, -1)))  # [b, s / ranks, ranks, heads / ranks, h]
         sizes = [heads.shape[3] for heads in by_rank]
         shards = torch.cat(by_rank, dim=3).flatten(2, 3)  # [b, s / ranks, n + 2 n_kv, h]
-        own_heads = exchange_sequence_for_heads(shards, self.group)  # [b, s, (n + 2 n_kv) / ranks, h]
+        local_heads = exchange_sequence_for_heads(shards, self.group)  # [b, s, (n + 2 n_kv) / ranks, h]
         if sinks is not None:
             options["sinks"] = sinks.chunk(num_ranks)[self.group.rank()]
-        q, k, v = own_heads.split(sizes, dim=2)
+        q, k, v = local_heads.split(sizes, dim=2)
         out = attention(q, k, v, **options)  # [b, s, n / ranks, h]
         return exchange_heads_for_sequence(out, self.group)
 
@@ -84,7 +84,7 @@ class SequenceShare(MixerShare):
         self.group = group
         self.tensor_parallel = tensor_parallel
 
-    def own_positions(self, positions: Tensor) -> Tensor:
+    def local_positions(self, positions: Tensor) -> Tensor:
         """See the base class."""
         if self.tensor_parallel is None:
             return positions
@@ -95,7 +95,7 @@ class SequenceShare(MixerShare):
         """See the base class."""
         return max(heads // self.group.size(), 1)
 
-    def own_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
+    def local_channels(self, parameter: Tensor, blocks: Blocks) -> Tensor:
         """See the base class."""
         num_ranks = self.group.size()
         shares = []  # of this rank, of each block
@@ -103,7 +103,8 @@ class SequenceShare(MixerShare):
         for block, (heads, head_dim) in zip(parameter.split(block_sizes), blocks, strict=True):
             # With fewer heads than ranks, several ranks have the same one.
             first_head = self.group.rank() * heads // num_ranks
-            shares.append(block.narrow(0, first_head * head_dim, self.num_heads(heads) * head_dim))
+            num_channels = self.num_heads(heads) * head_dim
+            shares.append(block.narrow(0, first_head * head_dim, num_channels))
         return torch.cat(shares)
 
     def gather_positions(
@@ -111,10 +112,10 @@ class SequenceShare(MixerShare):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """See the base class."""
         num_ranks = self.group.size()
-        by_rank = []  # [b, s / ranks, ranks, own channels], of each block
-        own_sizes = []  # number of a rank's channels, of each tensor
+        by_rank = []  # [b, s / ranks, ranks, local channels], of each block
+        local_sizes = []  # number of a rank's channels, of each tensor
         for tensor, tensor_blocks in zip(channels, blocks, strict=True):
-            own_size = 0
+            local_size = 0
             block_sizes = [heads * head_dim for heads, head_dim in tensor_blocks]
             split_tensor = tensor.split(block_sizes, dim=-1)
             for block, (heads, head_dim) in zip(split_tensor, tensor_blocks, strict=True):
@@ -122,16 +123,16 @@ class SequenceShare(MixerShare):
                     by_head = block.unflatten(-1, (heads, head_dim))  # [b, s / ranks, heads, head_dim]
                     block = by_head.repeat_interleave(num_ranks // heads, dim=2).flatten(-2)
                 by_rank.append(block.unflatten(-1, (num_ranks, -1)))
-                own_size += self.num_heads(heads) * head_dim
-            own_sizes.append(own_size)
+                local_size += self.num_heads(heads) * head_dim
+            local_sizes.append(local_size)
         # The reach goes along as another channel, which saves a collective. Integers up to 256 are exact in any dtype.
-        reach_channel = reach.clamp(max=256)[:, :, None, None].to(by_rank[0].dtype)  # [b, s / ranks, 1, 1]
+        reach_channel = reach.clamp(max=256).to(by_rank[0].dtype)[:, :, None, None]  # [b, s / ranks, 1, 1]
         by_rank.append(reach_channel.expand(-1, -1, num_ranks, 1))
-        shards = torch.cat(by_rank, dim=-1)  # [b, s / ranks, ranks, own channels + 1]
-        exchanged = exchange_sequence_for_heads(shards, self.group)  # [b, s, 1, own channels + 1]
-        *own_channels, full_reach = exchanged.squeeze(2).split([*own_sizes, 1], dim=-1)
+        shards = torch.cat(by_rank, dim=-1)  # [b, s / ranks, ranks, local channels + 1]
+        exchanged = exchange_sequence_for_heads(shards, self.group)  # [b, s, 1, local channels + 1]
+        *local_channels, full_reach = exchanged.squeeze(2).split([*local_sizes, 1], dim=-1)
         full_reach = full_reach.squeeze(-1).to(reach.dtype)  # [b, s]
-        return own_channels, full_reach
+        return local_channels, full_reach
 
     def scatter_positions(self, heads: Tensor) -> Tensor:
         """See the base class."""

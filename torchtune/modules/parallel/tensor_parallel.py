@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.embeddings import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.low_precision.formats import Stored
 from torchtune.modules.low_precision.layers import StoredLinear, frozen_linear
 from torchtune.modules.output_projection import CappedLinear, ClassifierHead, soft_cap
@@ -29,7 +30,6 @@ from torchtune.modules.parallel.collectives import (
     sum_over_ranks,
     vocabulary_parallel_linear,
 )
-from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear
 from torchtune.modules.peft.lora import DoRALinear, LoRALinear, lora_projection, scale_rows, updated_weight
 from torchtune.modules.rms_norm import OutputScale, RMSNorm
 from torchtune.utils import UserError
@@ -245,7 +245,7 @@ def _rows_of_shard(tokens: Tensor, weight: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _join_embeddings(embedded: Tensor, is_elsewhere: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Join embeddings ``[b, s, d]`` of which each rank has those of its own rows; return ``[b, s / ranks, d]``."""
+    """Sum the ranks' embeddings ``[b, s, d]`` of the tokens in their shards, and return ``[b, s / ranks, d]``."""
     # Every token is embedded by one rank and 0 on the others.
     summand = embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
     return sum_and_split_sequence(summand, group)
@@ -370,8 +370,8 @@ class ShardedNorm(ParallelStyle):
         def forward(x: Tensor) -> Tensor:
             scale = local_shard(module.scale)
             x_float = x.float()
-            own_squares = x_float.square().sum(-1, keepdim=True)  # [b, s, 1]
-            squares = sum_over_ranks(own_squares, group)
+            local_squares = x_float.square().sum(-1, keepdim=True)  # [b, s, 1]
+            squares = sum_over_ranks(local_squares, group)
             normed = x_float * torch.rsqrt(squares / width + module.eps)
             # Families differ in whether the normed values are rounded before or after they are scaled.
             if module.rounds_last:
@@ -419,7 +419,7 @@ class SequenceParallel(ParallelStyle):
     its positions ``[b, s / ranks, d]``.
 
     Args:
-        sharded_children: names of children whose parameters have styles of their own.
+        sharded_children: names of children that have another style, which places their parameters.
     """
 
     def __init__(self, *sharded_children: str) -> None:
@@ -506,8 +506,8 @@ def _norms(
     updated = updated_weight(weight, a, b, module.scaling)  # [out, in], or [out, in / ranks]
     if group is None:
         return updated.norm(dim=1)
-    own_squares = updated.square().sum(1)  # [out]
-    return sum_over_ranks(own_squares, group).sqrt()
+    local_squares = updated.square().sum(1)  # [out]
+    return sum_over_ranks(local_squares, group).sqrt()
 
 
 class AdapterColwise(_Adapted, ColwiseParallel):

@@ -26,19 +26,25 @@ from torchtune.modules.peft.adapters import (
     get_adapter_params,
     set_trainable_params,
 )
-from torchtune.modules.peft.lora import AdapterStart, DoRALinear, LoRALinear, check_adapter_numbers, lora_scaling
-from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
+from torchtune.modules.peft.lora import (
+    AdapterStart,
+    DoRALinear,
+    LoRAGroupedExperts,
+    LoRALinear,
+    check_adapter_numbers,
+    lora_scaling,
+)
 
 if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle
 
-_TIED = (
+_TIED_OUTPUT = (
     "LoRA: the projection '{}' is tied to the token embedding of this model and cannot have an adapter of its own, "
     "leave it out (apply_to_output or apply_lora_to_output: False)."
 )
 
 
-def _anywhere(paths: Sequence[str]) -> tuple[str, ...]:
+def _path_patterns(paths: Sequence[str]) -> tuple[str, ...]:
     """Return :mod:`fnmatch` patterns of whole module paths and of their ends."""
     patterns = []
     for path in paths:
@@ -203,7 +209,7 @@ class LoRA(Conversion):
     def _targets(self) -> dict[str, tuple[str, ...]]:
         """Name of a target in error messages -> its patterns, of which at least one must match."""
         if self.target_modules is not None:
-            return {pattern: _anywhere([pattern]) for pattern in self.target_modules}
+            return {pattern: _path_patterns([pattern]) for pattern in self.target_modules}
         targets = {}
         for target in self.attn_modules:
             paths = [f"attn.{name}" for name in ATTENTION_TARGETS.get(target, (target,))]
@@ -211,14 +217,14 @@ class LoRA(Conversion):
                 # A mixer that replaces attention has its place, `attn`; one that accompanies it is `mixer`.
                 paths += [f"attn.{name}" for name in MIXER_INPUTS]
                 paths += [f"mixer.{name}" for name in MIXER_INPUTS]
-            targets[target] = _anywhere(paths)
+            targets[target] = _path_patterns(paths)
         if self.apply_to_mlp:
             paths = [f"mlp.{name}" for name in MLP_MODULES]
             paths.append("mlp.experts")
             paths += [f"mlp.shared_expert.{name}" for name in MLP_MODULES]
-            targets["mlp.w1/w2/w3"] = _anywhere(paths)
+            targets["mlp.w1/w2/w3"] = _path_patterns(paths)
         if self.apply_to_output:
-            targets["output"] = _anywhere(["output"])
+            targets["output"] = _path_patterns(["output"])
         return targets
 
     def select(self, model: nn.Module) -> dict[str, nn.Linear | GroupedExperts]:
@@ -247,7 +253,7 @@ class LoRA(Conversion):
                     "weight already: apply the conversion while the model is on the meta device."
                 )
             elif id(layer.weight) in embeddings:
-                raise ConversionError(_TIED.format(path))
+                raise ConversionError(_TIED_OUTPUT.format(path))
             elif type(layer).forward not in (nn.Linear.forward, StoredLinear.forward):
                 raise ConversionError(
                     f"LoRA: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and cannot "
@@ -275,9 +281,9 @@ class LoRA(Conversion):
         is_classifier = _is_classifier(model)
         matching = {}
         for pattern in self.train_modules:
-            patterns = _anywhere([pattern])
+            patterns = _path_patterns([pattern])
             if pattern == "score" and is_classifier:  # what transformers and peft call its output layer
-                patterns = _anywhere(["output"])
+                patterns = _path_patterns(["output"])
             matching[pattern] = [path for path in paths if _matches(path, patterns)]
         return matching
 
@@ -327,14 +333,14 @@ class LoRA(Conversion):
                     names.add(f"{path}.{name}")
         return names
 
-    def _number(self, patterns: Mapping[str, float], path: str, default: float) -> float:
-        """Return the value of the first pattern that matches a path or its end."""
+    def _first_match(self, patterns: Mapping[str, float], path: str, default: float) -> float:
+        """Return the rank or alpha of the first pattern that matches a path or its end."""
         for pattern, number in patterns.items():
             if _matches_expression(path, pattern):
                 return number
         return default
 
-    def _numbers(self, model: nn.Module, paths: Collection[str]) -> dict[str, tuple[int, float]]:
+    def _ranks_and_alphas(self, model: nn.Module, paths: Collection[str]) -> dict[str, tuple[int, float]]:
         """Return path -> rank and alpha of the adapters.
 
         Raises:
@@ -350,8 +356,8 @@ class LoRA(Conversion):
                     )
         numbers = {}
         for path in paths:
-            rank = self._number(self.rank_pattern, path, self.rank)
-            alpha = self._number(self.alpha_pattern, path, self.alpha)
+            rank = self._first_match(self.rank_pattern, path, self.rank)
+            alpha = self._first_match(self.alpha_pattern, path, self.alpha)
             numbers[path] = int(rank), alpha
         spec = getattr(model, "spec", None)
         if spec is None:  # a model of the user's: nothing is known of its files
@@ -379,7 +385,7 @@ class LoRA(Conversion):
         """Raise ``ConversionError`` for a target that matches none of the linear layers ``paths``."""
         output = getattr(model, "output", None)
         if target == "output" and output is not None and not isinstance(output, nn.Module):
-            raise ConversionError(_TIED.format("output"))
+            raise ConversionError(_TIED_OUTPUT.format("output"))
         nearest = ", ".join(nearest_module_names(target, paths)) or "none: it has no linear layer"
         raise ConversionError(
             f"LoRA: no linear layer of the model matches '{target}', the nearest names are {nearest}."
@@ -397,7 +403,7 @@ class LoRA(Conversion):
         """
         chosen, refused, fused = self._choose(model)
         self._check_trained_modules(model, chosen)
-        numbers = self._numbers(model, chosen)
+        numbers = self._ranks_and_alphas(model, chosen)
 
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
@@ -455,7 +461,7 @@ class LoRA(Conversion):
         return chosen, refused, fused
 
     def _note(self, model: nn.Module, trained: set[str], refused: list[str], fused: list[str]) -> str:
-        """Say in the report what the adapters are, and what else is trained or left out."""
+        """Return the report's note: rank and alpha, and modules that are trained whole or have no trained adapter."""
         note = f"rank {self.rank}, alpha {self.alpha:g}"
         if self.rank_pattern or self.alpha_pattern:
             note += " unless a pattern gives others"

@@ -1,10 +1,11 @@
-"""LoRA: linear layers with a low-rank adapter, their projection as one autograd node, and merging.
+"""LoRA: linear layers and experts with low-rank adapters, their projection as one autograd node, and merging.
 
 :class:`DoRALinear` trains magnitudes too, and :class:`QATLoRALinear` simulates the quantization of the merged weight.
+:class:`LoRAGroupedExperts` has an adapter for each expert and matrix.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache, partial
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from torchtune._lazy import former_names
 from torchtune.modules.conversion import ConversionError, change_class
@@ -25,12 +27,16 @@ from torchtune.modules.low_precision.layers import (
     frozen_linear,
 )
 from torchtune.modules.low_precision.torchao_interface import fake_quantizer
+from torchtune.modules.moe.experts import GroupedExperts
+from torchtune.modules.moe.frozen_experts import Adapter
 from torchtune.utils import computes_on_cpu, fill_from_cpu, in_dispatch_mode
 
 
 def lora_scaling(rank: int, alpha: float, *, use_rslora: bool = False) -> float:
     """Return the factor of the update ``B A``: ``alpha / rank``, or ``alpha / sqrt(rank)`` with rsLoRA."""
-    return alpha / (rank**0.5 if use_rslora else rank)
+    if use_rslora:
+        return alpha / rank**0.5
+    return alpha / rank
 
 
 class LoRAProjection(torch.autograd.Function):
@@ -60,7 +66,9 @@ class LoRAProjection(torch.autograd.Function):
         low = adapter_rows.new_empty(adapter_rows.shape[0], lora_a.shape[0])  # [n, r]
         torch.mm(adapter_rows, lora_a.t(), out=low)
         base = linear(rows, decode(*stored), bias).to(rows.dtype)  # [n, out]; autocast may change the dtype
-        y = torch.empty_like(base) if torch.compiler.is_compiling() or in_dispatch_mode() else base
+        y = base
+        if torch.compiler.is_compiling() or in_dispatch_mode():  # which may save the base's product
+            y = torch.empty_like(base)
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
         saved_rows = rows if needs_weight or needs_a else None
@@ -302,19 +310,20 @@ class LoRALinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_dim, in_dim), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_dim), requires_grad=False) if use_bias else None
         self._set_up(in_dim, out_dim, rank, alpha, dropout)
-        self._initialize_base()
+        if not self.weight.is_meta:  # as nn.Linear initializes them
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            if use_bias:
+                bound = 1 / math.sqrt(in_dim)
+                nn.init.uniform_(self.bias, -bound, bound)
         if quantize_base:
-            self._quantize_base(quantization_kwargs)
+            # The layer becomes an instance of its own class and of FrozenNF4Linear, with the base that this makes.
+            self.in_features = in_dim  # from_linear reads both
+            self.out_features = out_dim
+            base = FrozenNF4Linear.from_linear(self, **quantization_kwargs)
+            self.__dict__.update(vars(base))
+            self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
         self._make_adapter(self.weight.device, self.stored_weight().dtype)
         self.initialize_parameters()
-
-    def _quantize_base(self, options: dict[str, Any]) -> None:
-        """Store the base in NF4: the layer becomes an instance of its own class and of :class:`FrozenNF4Linear`."""
-        self.in_features = self.in_dim  # as nn.Linear has them, which from_linear reads
-        self.out_features = self.out_dim
-        base = FrozenNF4Linear.from_linear(self, **options)
-        self.__dict__.update(vars(base))
-        self.__class__ = _adapt_stored_class(type(self), FrozenNF4Linear)
 
     def _set_up(self, in_dim: int, out_dim: int, rank: int, alpha: float, dropout: float) -> None:
         """Set the attributes that are neither the base's nor the adapter's parameters."""
@@ -331,17 +340,10 @@ class LoRALinear(nn.Module):
     def _make_adapter(self, device: torch.device, dtype: torch.dtype) -> None:
         """Create the adapter's parameters, not initialized."""
         # Created on meta, because nn.Linear would initialize them; initialize_parameters() does.
-        self.lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype).to_empty(device=device)
-        self.lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype).to_empty(device=device)
-
-    def _initialize_base(self) -> None:
-        """Initialize the base weight as ``nn.Linear`` does. No-op on meta."""
-        if self.weight.is_meta:
-            return
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_dim)
-            nn.init.uniform_(self.bias, -bound, bound)
+        lora_a = nn.Linear(self.in_dim, self.rank, bias=False, device="meta", dtype=dtype)
+        lora_b = nn.Linear(self.rank, self.out_dim, bias=False, device="meta", dtype=dtype)
+        self.lora_a = lora_a.to_empty(device=device)
+        self.lora_b = lora_b.to_empty(device=device)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, rank: int, alpha: float, dropout: float = 0.0) -> "LoRALinear":
@@ -589,6 +591,165 @@ def check_no_dropout(dropout: float) -> None:
             f"lora_dropout is {dropout:g}: with fake quantization the adapter is merged into the weight and has no "
             "input of its own to drop, set it to 0."
         )
+
+
+class LoRAGroupedExperts(GroupedExperts):
+    """Frozen experts with a LoRA adapter per expert and matrix: ``x W + (alpha / rank) · x A B``.
+
+    Besides the weights of :class:`GroupedExperts` it has ``lora_gate_a`` ``[e, dim, rank]``, ``lora_gate_b``
+    ``[e, rank, hidden_dim]``, and the same for ``up`` and ``down``. :meth:`from_experts` also wraps experts with other
+    matrices, and their adapters are named after these.
+
+    Args:
+        dim: d, width of input and output.
+        hidden_dim: intermediate width.
+        rank: rank of the adapters.
+        alpha: updates are scaled by alpha / rank.
+        dropout: dropout on the adapters' input, in training.
+        num_experts: e.
+        activation: elementwise activation of the gate.
+
+    Raises:
+        ConversionError: ``rank`` is below 1, ``alpha`` is 0, or ``dropout`` is outside [0, 1).
+
+    Example:
+        >>> experts = torchtune.modules.moe.LoRAGroupedExperts(dim=8, hidden_dim=4, rank=2, alpha=4, num_experts=2)
+        >>> len(experts.adapter_params())
+        6
+    """
+
+    # initialize_parameters() does not read the base weights.
+    initialize_reads_base: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        num_experts: int = 1,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ) -> None:
+        super().__init__(dim=dim, hidden_dim=hidden_dim, num_experts=num_experts, activation=activation)
+        self._set_up(rank, alpha, dropout, self.gate_proj.dtype)
+
+    def _set_up(self, rank: int, alpha: float, dropout: float, dtype: torch.dtype) -> None:
+        """Freeze the weights, and create an adapter for each matrix."""
+        check_adapter_numbers(rank, alpha, dropout)
+        self.requires_grad_(False)  # before the adapters, which are trained
+        self.rank = rank
+        self.alpha = alpha
+        self.scaling = lora_scaling(rank, alpha)
+        self.disabled = False
+        self.dropout = nn.Dropout(p=dropout)
+        device = next(self.parameters()).device
+        for name, (experts, inputs, outputs) in self.matrix_shapes().items():
+            a = torch.empty(experts, inputs, rank, dtype=dtype, device=device)
+            b = torch.empty(experts, rank, outputs, dtype=dtype, device=device)
+            a_name, b_name = _adapter_names(name)
+            setattr(self, a_name, nn.Parameter(a))
+            setattr(self, b_name, nn.Parameter(b))
+        self.initialize_parameters()
+
+    @classmethod
+    def from_experts(
+        cls, experts: GroupedExperts, *, rank: int, alpha: float, dropout: float = 0.0
+    ) -> "LoRAGroupedExperts":
+        """Wrap ``experts``: the new module shares their weights, frozen, with device and dtype unchanged.
+
+        Args:
+            experts: plain or quantized experts.
+            rank: rank of the adapters.
+            alpha: updates are scaled by alpha / rank.
+            dropout: dropout on the adapters' input, in training.
+        """
+        adapted_class = cls
+        if type(experts) is not GroupedExperts:
+            adapted_class = _adapt_stored_experts(cls, type(experts))
+        new = change_class(experts, adapted_class)
+        new._set_up(rank, alpha, dropout, experts.stored_weight("down_proj").dtype)
+        return new.train(experts.training)
+
+    def without_adapter(self) -> GroupedExperts:
+        """Return the experts without their adapters; they share the frozen weights."""
+        plain = change_class(self, getattr(self, "stored_kind", GroupedExperts))
+        for name in (*self.adapter_params(), "dropout"):
+            delattr(plain, name)
+        for name in ("rank", "alpha", "scaling", "disabled"):
+            plain.__dict__.pop(name)
+        return plain
+
+    def reset_parameters(self) -> None:
+        """Initialize the base weights; no-op once the adapters exist."""
+        if not hasattr(self, "rank"):
+            super().reset_parameters()
+
+    def initialize_parameters(self) -> None:
+        """Initialize the adapters: A as in LoRA (Kaiming uniform), B zero. No-op on meta."""
+        for name in self.adapter_params():
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                continue
+            if name.endswith("_a"):
+                bound = parameter.shape[1] ** -0.5  # of [e, i, rank]: Kaiming's bound for i inputs and a = √5
+                fill_from_cpu(parameter, partial(nn.init.uniform_, a=-bound, b=bound))
+            else:
+                nn.init.zeros_(parameter)
+
+    def adapter_params(self) -> list[str]:
+        """Return the names of the adapters' parameters, relative to this module."""
+        names = []
+        for matrix in self.matrix_shapes():
+            names += _adapter_names(matrix)
+        return names
+
+    @torch.no_grad()
+    def merged_weight(self, name: str, weight: Tensor) -> Tensor:
+        """Merge the adapters into ``weight`` ``[e, i, o]``, the parameter called ``name``, in at least float32."""
+        if name not in self.matrix_shapes():
+            return weight
+        compute = torch.promote_types(weight.dtype, torch.float32)
+        a_name, b_name = _adapter_names(name)
+        a = getattr(self, a_name).to(weight.device, compute)  # [e, i, r]
+        b = getattr(self, b_name).to(weight.device, compute)  # [e, r, o]
+        merged = torch.baddbmm(weight.to(compute), a, b, alpha=self.scaling)  # [e, i, o]
+        return merged.to(weight.dtype)
+
+    def adapter(self, name: str, weights: Mapping[str, Tensor | Stored]) -> Adapter | None:
+        """Return the adapter of the matrix called ``name``, out of the parameters ``weights``."""
+        if self.disabled:
+            return None
+        a_name, b_name = _adapter_names(name)
+        return Adapter(a_name, b_name, weights[a_name], weights[b_name], self.scaling)
+
+    def draw_dropout_mask(self, x: Tensor) -> Tensor | None:
+        """Return the factors of an adapter's input ``x``, None without dropout."""
+        if not self.draws_random_numbers():
+            return None
+        return self.dropout(torch.ones_like(x))
+
+    def draws_random_numbers(self) -> bool:
+        """Return whether there is dropout."""
+        return self.training and self.dropout.p > 0.0 and not self.disabled
+
+    def extra_repr(self) -> str:
+        """Return sizes, rank and alpha for ``repr``."""
+        return f"{super().extra_repr()}, rank={self.rank}, alpha={self.alpha}"
+
+
+def _adapter_names(matrix: str) -> tuple[str, str]:
+    """Return the names of the parameters A and B of a matrix's adapter."""
+    part = matrix.removesuffix("_proj")
+    return f"lora_{part}_a", f"lora_{part}_b"
+
+
+@cache
+def _adapt_stored_experts(adapted: type[LoRAGroupedExperts], stored: type[GroupedExperts]) -> type[LoRAGroupedExperts]:
+    """Class of adapted experts that store their weights like ``stored``."""
+    members = {"stored_weight": stored.stored_weight, "stored_kind": stored}
+    return type(f"{adapted.__name__}{stored.__name__}", (adapted, stored), members)
 
 
 __getattr__ = former_names(__name__)

@@ -1,4 +1,4 @@
-"""Trainable embedding rows of new tokens in a frozen model."""
+"""Conversion that trains rows of new tokens in a frozen model."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -7,9 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.modules.conversion import Conversion, ConversionError, ConversionReport, Phase, apply_conversions
-from torchtune.modules.embeddings import resize_token_embeddings, vocabulary_weights
+from torchtune.modules.embeddings import (
+    NEW_ROWS,
+    GrownEmbedding,
+    GrownLinear,
+    TiedGrownLinear,
+    resize_token_embeddings,
+    vocabulary_weights,
+)
 from torchtune.modules.output_projection import TiedLinear
-from torchtune.modules.peft.grown_layers import NEW_ROWS, GrownEmbedding, GrownLinear, TiedGrownLinear
 
 if TYPE_CHECKING:  # DTensor is slow to import
     from torch.distributed.tensor.parallel import ParallelStyle

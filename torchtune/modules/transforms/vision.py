@@ -215,7 +215,7 @@ class VisionCrossAttentionMask(Transform):
         """Return the range of tokens that attend to each image, as (start, exclusive end)."""
         starts = [index for index, token in enumerate(tokens) if token == self.image_token_id]
         ends = [*starts, len(tokens)][1:]
-        # From the last image to the first: an image whose next token is an image ends where that one ends.
+        # From the last image to the first: adjacent images end together, where the last of them ends.
         for image in reversed(range(len(starts) - 1)):
             if starts[image] + 1 == starts[image + 1]:
                 ends[image] = ends[image + 1]

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.devices import DEVICE
 from torchtune.modules.conversion import ConversionError
+from torchtune.modules.moe import LoRAGroupedExperts
 from torchtune.modules.output_projection import ClassifierHead
 from torchtune.modules.peft import DoRALinear, LoRALinear
-from torchtune.modules.peft.lora_experts import LoRAGroupedExperts
 
 IN, OUT, RANK, ALPHA = 12, 20, 4, 10.0
 
