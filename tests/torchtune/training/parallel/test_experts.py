@@ -50,7 +50,8 @@ def start(folder, kind, dims, output):
     store.load_model(model, device=own_device())
     randomize_adapter(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return store, model.train(), torch.optim.AdamW(trained, lr=1e-3)
+    # With Adam's usual eps, roundings of a gradient near 0 would decide the sign of a whole update.
+    return store, model.train(), torch.optim.AdamW(trained, lr=1e-3, eps=1e-5)
 
 
 def step(model, optimizer, dims, number):
