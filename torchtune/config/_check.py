@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtune._lazy import former_argument
-from torchtune.config._document import Document, format_value, is_component, iter_items
+from torchtune.config._components import Accepts, Argument, accepts, as_written, locate, qualify, remaining
+from torchtune.config._document import UNRESOLVED, Document, format_value, is_component, iter_items
 from torchtune.config._errors import (
     MAX_MISTAKES,
     InstantiationError,
@@ -20,10 +21,8 @@ from torchtune.config._errors import (
     split_key,
     suggestion,
 )
-from torchtune.config._interpolate import UNRESOLVED
-from torchtune.config._locate import as_written, locate, qualify
 from torchtune.config._recipe_check import is_note
-from torchtune.config._schema import (
+from torchtune.config._settings import (
     PLAIN_TYPES,
     Component,
     ObjectPath,
@@ -36,7 +35,6 @@ from torchtune.config._schema import (
     type_text,
     union_members,
 )
-from torchtune.config._signatures import Accepts, Argument, accepts, remaining
 from torchtune.utils import get_logger, log_once
 
 

@@ -15,7 +15,7 @@ from torchtune._cli import tune
 from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
-from torchtune.config._settings_view import NAMES
+from torchtune.config._settings import NAMES
 from torchtune.estimate import check_run, find_problems, plan_run
 from torchtune.supervision import StepPlan, watch_run
 from torchtune.training import RunReport
