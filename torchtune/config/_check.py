@@ -88,9 +88,15 @@ class Checker:
         for name, setting in settings.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
-        # Rules of a class may rely on the types of its fields.
+        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields.
         if self._count_mistakes() == mistakes_before:
-            self._check_rules(path, cls, values)
+            try:
+                instance = build_settings(cls, values)
+                if hasattr(instance, "check"):
+                    for name, message in instance.check():
+                        self.document.add_mistake((*path, *split_key(name)), message)
+            except ValueError as error:
+                self.document.add_mistake(path, str(error))
         return values
 
     def _count_mistakes(self) -> int:
@@ -102,17 +108,6 @@ class Checker:
         for name in names:
             self.accepted_names.setdefault(name, []).append(join_key((*path, name)))
 
-    def _check_rules(self, path: KeyPath, cls: type, values: dict[str, Any]) -> None:
-        """Run the dataclass's ``__post_init__`` and ``check()``, which test values together."""
-        try:
-            settings = build_settings(cls, values)
-            if not hasattr(settings, "check"):
-                return
-            for key, message in settings.check():
-                self.document.add_mistake((*path, *split_key(key)), message)
-        except ValueError as error:
-            self.document.add_mistake(path, str(error))
-
     # Values
 
     def check_value(self, path: KeyPath, value: Any, annotation: Any) -> Any:
@@ -120,7 +115,7 @@ class Checker:
 
         Component nodes are queued and returned unchanged; dataclasses stay plain mappings.
         """
-        base, extras = split_annotated(annotation)
+        base, extras = split_annotated(annotation)  # int and (Range(min=1),) of Annotated[int, Range(min=1)]
         if isinstance(value, str) and UNRESOLVED in value:
             return value  # its reference is a mistake already
         # An exact type match comes before a conversion: an integer stays one for `float | int`.
@@ -146,7 +141,11 @@ class Checker:
                 return self._check_object_path(path, value, extra.required)
         value = self._convert_contents(path, value, member, runtime_args)
         if type(value) in (int, float):
-            self._check_bounds(path, value, extras)
+            exceeded = [extra for extra in extras if isinstance(extra, Range) and not extra.holds(value)]
+            if exceeded:
+                self.document.add_mistake(path, f"must be {exceeded[0]}, not {value}")
+            elif math.isnan(value):  # refused without bounds, too
+                self.document.add_mistake(path, "must be a number, not nan")
         return value
 
     def _check_object_path(self, path: KeyPath, text: str, required: bool) -> str:
@@ -162,15 +161,6 @@ class Checker:
             self.document.add_mistake(path, str(error))
             return text
         return qualify(text, self.namespace)
-
-    def _check_bounds(self, path: KeyPath, value: float, extras: tuple[Any, ...]) -> None:
-        """Add a mistake for a number outside its ``Range``, and for NaN in any case."""
-        for bounds in extras:
-            if isinstance(bounds, Range) and not bounds.holds(value):
-                self.document.add_mistake(path, f"must be {bounds}, not {value}")
-                return
-        if math.isnan(value):
-            self.document.add_mistake(path, "must be a number, not nan")
 
     def _add_type_mistake(self, path: KeyPath, value: Any, annotation: Any) -> None:
         """Add a mistake for a value of another type, or for a text that is none of the choices."""

@@ -124,7 +124,7 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
     elif _module_exists(first):
         target = _import(first, path)
     else:
-        raise _nothing_named(parts, path, namespace)
+        raise _unknown_name_error(parts, path, namespace)
     for index in range(1, len(parts)):
         target = _get_member(target, parts, index, path)
     return target
@@ -135,7 +135,7 @@ def _is_in_namespace(parts: Sequence[str], namespace: Mapping[str, Any]) -> bool
     return parts[0] in namespace and (len(parts) == 1 or not _module_exists(parts[0]))
 
 
-def _nothing_named(parts: Sequence[str], path: str, namespace: Mapping[str, Any]) -> InstantiationError:
+def _unknown_name_error(parts: Sequence[str], path: str, namespace: Mapping[str, Any]) -> InstantiationError:
     """Return the error for a path whose first part is neither in the namespace nor a module."""
     modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
     candidates = {"torch", "torchtune", *namespace, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)

@@ -226,8 +226,13 @@ def _convert_scalar(loader: _Loader, node: yaml.ScalarNode) -> Any:
     return value
 
 
-def _check_depth(text: str) -> None:
-    """Raise ``BadValue`` for deep nesting: events are parsed without recursion, but composing nodes recurses in C."""
+def _parse(text: str, document: Document) -> Any:
+    """Parse ``text``; positions and recoverable mistakes are added to ``document``.
+
+    Raises:
+        yaml.YAMLError: it cannot be parsed.
+    """
+    # Deep nesting is refused first: events are parsed without recursion, but composing nodes recurses in C.
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -236,15 +241,6 @@ def _check_depth(text: str) -> None:
             depth -= 1
         if depth > _MAX_DEPTH:
             raise BadValue(problem=f"nests more than {_MAX_DEPTH} levels deep", problem_mark=event.start_mark)
-
-
-def _parse(text: str, document: Document) -> Any:
-    """Parse ``text``; positions and recoverable mistakes are added to ``document``.
-
-    Raises:
-        yaml.YAMLError: it cannot be parsed.
-    """
-    _check_depth(text)
     loader = _Loader(text)
     node = loader.get_single_node()
     if node is None:  # an empty file
@@ -547,7 +543,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     config = OmegaConf.create({**defaults, **document.data})
     resolved = list(resolve_texts(config, list(written)))
     errors = {path: str(value) for path, value, _ in resolved if isinstance(value, Exception)}
-    _add_mistakes(document, written, errors, defaults)
+    _add_reference_mistakes(document, written, errors, defaults)
     for path, value, from_environment in resolved:
         if path in errors:
             value = UNRESOLVED
@@ -563,7 +559,7 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
     return referenced_keys
 
 
-def _add_mistakes(
+def _add_reference_mistakes(
     document: Document, written: dict[KeyPath, str], errors: dict[KeyPath, str], defaults: dict[str, Any]
 ) -> None:
     """Add a mistake for each text without a value, unless it only refers to another such text."""

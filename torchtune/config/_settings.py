@@ -203,7 +203,7 @@ def union_members(annotation: Any) -> tuple[Any, ...]:
     return tuple(alternatives)
 
 
-_NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}
+_TYPE_NAMES = {type(None): "null", Any: "anything", Component: "component", dict: "mapping", list: "list"}
 
 
 def takes_component(annotation: Any) -> bool:
@@ -231,8 +231,8 @@ def type_text(annotation: Any) -> str:
         return f"mapping of {type_text(args[0])} to {type_text(args[1])}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return "list of " + type_text(args[0])
-    if base in _NAMES:
-        return _NAMES[base]
+    if base in _TYPE_NAMES:
+        return _TYPE_NAMES[base]
     return getattr(base, "__name__", str(base))
 
 
@@ -307,20 +307,14 @@ def describe_settings(settings_cls: Callable[..., Any]) -> str:
     if doc and not generated:
         lines = [inspect.cleandoc(doc).splitlines()[0], ""]
     for name, setting in settings_fields(settings_cls).items():
-        default = "required" if setting.required else f"default: {_format_default(setting.default)}"
-        lines.append(f"  {name}: {type_text(setting.annotation)} ({default})")
+        default = setting.default
+        if default is None or isinstance(default, bool | list | dict):
+            default = json.dumps(default)  # as YAML writes it
+        remark = "required" if setting.required else f"default: {default}"
+        lines.append(f"  {name}: {type_text(setting.annotation)} ({remark})")
         if comments.get(name):
             lines.extend(textwrap.wrap(comments[name], 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     return "\n".join(lines) + "\n"
-
-
-def _format_default(value: Any) -> str:
-    """Return a default as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, (bool, list, dict)):
-        return json.dumps(value)
-    return str(value)
 
 
 _JSON_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -440,7 +434,7 @@ def _bounds(extras: Sequence[Any]) -> dict[str, float]:
 
 # Names of the settings that the library reads, without types or defaults, which are the recipe's: any other attribute
 # of a view is a spelling mistake of the library, and would else be taken for a feature that the recipe lacks.
-NAMES = frozenset(
+KNOWN_SETTINGS = frozenset(
     """
     model model_converters tokenizer checkpointer device dtype output_dir resume_from_checkpoint recipe
     dataset dataset_val collate_fn batch_size batch_size_val run_val_every_n_steps epochs max_steps_per_epoch
@@ -482,7 +476,7 @@ class RecipeSettingsError(UserError):
 
 
 class SettingsView:
-    """Read access to a recipe's settings by the names in ``NAMES``, with the recipe's own types and defaults.
+    """Read access to a recipe's settings by the names in ``KNOWN_SETTINGS``, with the recipe's own types and defaults.
 
     A setting that the recipe does not declare is None: the recipe lacks the feature.
 
@@ -507,7 +501,7 @@ class SettingsView:
     def __init__(self, source: Any, **changes: Any) -> None:
         self.source = source
         self._changes = changes
-        self.declared = frozenset(name for name in NAMES if name in changes or _has_setting(source, name))
+        self.declared = frozenset(name for name in KNOWN_SETTINGS if name in changes or _has_setting(source, name))
         if dataclasses.is_dataclass(source):
             _check_names(source, self.declared)
 
@@ -519,8 +513,8 @@ class SettingsView:
         return cls(settings)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise AttributeError(f"{type(self).__name__} has no '{name}': add it to NAMES.")
+        if name not in KNOWN_SETTINGS:
+            raise AttributeError(f"{type(self).__name__} has no '{name}': add it to KNOWN_SETTINGS.")
         if name in self._changes:
             return self._changes[name]
         if name not in self.declared:
