@@ -124,7 +124,13 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
     elif _module_exists(first):
         target = _import(first, path)
     else:
-        raise _unknown_name_error(parts, path, namespace)
+        modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
+        candidates = {"torch", "torchtune", *namespace, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)
+        hint = did_you_mean(first, candidates)
+        if len(parts) == 1:
+            raise InstantiationError(f"there is no '{path}' in the recipe's file, nor a module of that name{hint}")
+        advice = hint or ": install it, or correct the name"
+        raise InstantiationError(f"'{path}': there is no module '{first}' here{advice}")
     for index in range(1, len(parts)):
         target = _get_member(target, parts, index, path)
     return target
@@ -133,17 +139,6 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
 def _is_in_namespace(parts: Sequence[str], namespace: Mapping[str, Any]) -> bool:
     """Return whether a path starts in the namespace; in a dotted path, a module of the same name comes first."""
     return parts[0] in namespace and (len(parts) == 1 or not _module_exists(parts[0]))
-
-
-def _unknown_name_error(parts: Sequence[str], path: str, namespace: Mapping[str, Any]) -> InstantiationError:
-    """Return the error for a path whose first part is neither in the namespace nor a module."""
-    modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
-    candidates = {"torch", "torchtune", *namespace, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)
-    hint = did_you_mean(parts[0], candidates)
-    if len(parts) == 1:
-        return InstantiationError(f"there is no '{path}' in the recipe's file, nor a module of that name{hint}")
-    advice = hint or ": install it, or correct the name"
-    return InstantiationError(f"'{path}': there is no module '{parts[0]}' here{advice}")
 
 
 def qualify(path: str, namespace: Mapping[str, Any]) -> str:
@@ -215,15 +210,15 @@ _LOAD_DATASET = {
 }
 
 
-def accepts(target: Callable[..., Any], given: Iterable[str] | None = None) -> Accepts:
+def accepts(target: Callable[..., Any], keywords: Iterable[str] | None = None) -> Accepts:
     """Read the signature of a class, function, method or partial.
 
-    Slow packages are inspected only if a name in ``given`` is not found without them.
+    Packages that are slow to import are inspected only if one of ``keywords`` is not found without them.
     """
-    if given is None:
+    if keywords is None:
         return _accepts(target)
     signature = _accepts(target, is_partial=True)
-    if signature.partial and not signature.named.keys() >= set(given):
+    if signature.partial and not signature.named.keys() >= set(keywords):
         return _accepts(target)
     return signature
 
@@ -299,17 +294,17 @@ def _implementation(target: Any) -> tuple[Any, type | None]:
 
 
 def remaining(
-    inner: Accepts, positional: int, given: Set[str] = frozenset(), optional: Set[str] = frozenset()
+    inner: Accepts, num_positional: int, keywords: Set[str] = frozenset(), optional: Set[str] = frozenset()
 ) -> Accepts:
-    """Return ``inner`` without the arguments already passed; ``optional`` names stop being required."""
-    passed = {*inner.order[:positional], *given}
+    """Return what ``inner`` accepts besides arguments that a call passes; ``optional`` names stop being required."""
+    passed = {*inner.order[:num_positional], *keywords}
     named = {}
     for name, argument in inner.named.items():
         if name in optional:
             argument = Argument(argument.annotation)
         if name not in passed:
             named[name] = argument
-    order = [name for name in inner.order[positional:] if name not in passed]
+    order = [name for name in inner.order[num_positional:] if name not in passed]
     return Accepts(named, order, inner.variadic, inner.open, inner.ignores_unknown, inner.partial)
 
 

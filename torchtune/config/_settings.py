@@ -244,37 +244,6 @@ def is_configurable(target: Any) -> bool:
     return dataclasses.is_dataclass(nested) and callable(getattr(nested, "build", None))
 
 
-def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
-    """Build the dataclass ``cls`` from checked values; component nodes become ``DictConfig``."""
-    fields = settings_fields(cls)
-    arguments = {}
-    for name, value in values.items():
-        arguments[name] = _convert_component_nodes(value, fields[name].annotation)
-    return cls(**arguments)
-
-
-def _convert_component_nodes(value: Any, annotation: Any) -> Any:
-    """Convert component nodes at any depth to ``DictConfig``, and nodes of dataclasses to instances."""
-    from omegaconf import OmegaConf
-
-    base, _ = split_annotated(annotation)
-    for member in union_members(base):
-        kind, _ = split_annotated(member)
-        origin = get_origin(kind) or kind
-        args = get_args(kind)
-        if isinstance(value, dict) and origin is Component:
-            return OmegaConf.create(value)
-        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
-            return build_settings(origin, value)
-        if isinstance(value, dict) and origin is dict and len(args) == 2:
-            return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
-        if isinstance(value, list) and origin is list and args:
-            return [_convert_component_nodes(item, args[0]) for item in value]
-        if isinstance(value, list) and origin is tuple:
-            return tuple(value)
-    return value
-
-
 def field_comments(cls: type) -> dict[str, str]:
     """Return the ``#`` comment directly above each field of ``cls``, read from its source."""
     try:
