@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from torchtune.config import locate
-from torchtune.config._signatures import accepts
+from torchtune.config._components import accepts
 
 FACE = yaml.load((Path(__file__).parent / "public_names.yaml").read_text(), yaml.CSafeLoader)
 

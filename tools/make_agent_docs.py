@@ -1,13 +1,11 @@
 """Write AGENTS.md and docs/llms.txt from their templates, the command line, the recipes and the pages (`make configs`).
 
-``--check`` writes nothing and fails if a file differs from what would be written.
+``tests/test_repository.py`` compares the files with ``texts``.
 """
 
-import argparse
 import json
 import re
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,23 +127,6 @@ def texts() -> dict[Path, str]:
     return files
 
 
-def main() -> int:
-    """Write or check; return the number of files that differ and were not written."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if a file is not current")
-    args = parser.parse_args()
-    num_differing = 0
-    for path, text in texts().items():
-        if path.exists() and path.read_text() == text:
-            continue
-        if args.check:
-            num_differing += 1
-            print(f"{path.relative_to(ROOT)} is not current")
-        else:
-            path.write_text(text)
-            print(f"{path.relative_to(ROOT)} was written")
-    return num_differing
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    for file, content in texts().items():
+        file.write_text(content, encoding="utf-8")

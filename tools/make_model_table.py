@@ -1,13 +1,11 @@
 """Write docs/model_table.txt, which docs/models.rst includes, from families and configs (`make configs`).
 
-``--check`` writes nothing and fails if the file differs from what would be written.
+``tests/test_repository.py`` compares the file with ``page``.
 """
 
-import argparse
 import functools
 import importlib
 import inspect
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -159,21 +157,5 @@ def page() -> str:
     return "\n".join(family(name, get_spec(name), configs, tokenizers) for name in list_specs())
 
 
-def main() -> int:
-    """Write or check; return 1 if the page differs and was not written."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is not current")
-    args = parser.parse_args()
-    text = page()
-    if PAGE.exists() and PAGE.read_text() == text:
-        return 0
-    if args.check:
-        print(f"not current: {PAGE.relative_to(ROOT)}")
-        return 1
-    PAGE.write_text(text)
-    print(f"written: {PAGE.relative_to(ROOT)}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(page())

@@ -40,8 +40,15 @@ class Config:
 
     @property
     def order(self) -> list[tuple[bool, float, str]]:
-        """Key for natural sorting."""
-        return _natural(self.name)
+        """Key for natural sorting: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
+        in_billions = re.sub(r"(\d+)M(?=_)", lambda match: f"{int(match[1]) / 1000}B", self.name)
+        key = []
+        for part in re.split(r"(\d+(?:\.\d+)?)", in_billions):
+            if part[:1].isdigit():
+                key.append((False, float(part), ""))
+            else:
+                key.append((True, 0.0, part))
+        return key
 
 
 @dataclass
@@ -82,18 +89,6 @@ class Recipe:
     def method(self) -> frozenset[str]:
         """Features of the training method, without the number of devices."""
         return self.groups - {"one_device", "distributed"}
-
-
-def _natural(name: str) -> list[tuple[bool, float, str]]:
-    """Return a key for natural sorting: ``135M`` before ``0.5B`` before ``3B`` before ``14B``."""
-    in_billions = re.sub(r"(\d+)M(?=_)", lambda match: f"{int(match[1]) / 1000}B", name)
-    key = []
-    for part in re.split(r"(\d+(?:\.\d+)?)", in_billions):
-        if part[:1].isdigit():
-            key.append((False, float(part), ""))
-        else:
-            key.append((True, 0.0, part))
-    return key
 
 
 def recipe_of(config: str | Path) -> str | None:

@@ -29,8 +29,8 @@ from torchtune.tokenizers import StreamDecoder
 from torchtune.training.parallel import Ranks
 from torchtune.utils import UserError
 
-_MOST_BYTES = 16 * 2**20  # of a request's body
-_MOST_DISCARDED = 1024  # reads, of at most 1 MiB, from a request that is refused
+_MAX_BYTES = 16 * 2**20  # of a request's body
+_MAX_DISCARDED = 1024  # reads, of at most 1 MiB, from a request that is refused
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 # Parameters that are read, with their types; those of any type here are checked where they are read.
 _READ = {
@@ -67,9 +67,9 @@ _NEUTRAL = {
     "logit_bias": {},
     "parallel_tool_calls": True,
 }
-_MOST_ANSWERS = 128  # of n, as in the API
-_MOST_TOP = 20  # of top_logprobs, as in the API
-_MOST_STOPS = 16  # texts
+_MAX_ANSWERS = 128  # of n, as in the API
+_MAX_TOP = 20  # of top_logprobs, as in the API
+_MAX_STOPS = 16  # texts
 _LONGEST_STOP = 4096  # characters of one text
 # Format of tool calls -> text that can begin a call; text before it is streamed.
 _STARTS = {
@@ -244,7 +244,7 @@ class _Answer:
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
         self.has_log_probs = bool(body.get("logprobs"))
-        num_top = _number(body, "top_logprobs", 0, 0, _MOST_TOP)
+        num_top = _number(body, "top_logprobs", 0, 0, _MAX_TOP)
         if num_top and not self.has_log_probs:
             raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
         seed = _number(body, "seed", None, 0)
@@ -296,10 +296,10 @@ class _Answer:
         if not are_texts:
             raise ApiError(400, "stop must be a text, or a list of texts.")
         longest = max(map(len, self._stop), default=0)
-        if len(self._stop) > _MOST_STOPS or longest > _LONGEST_STOP:
+        if len(self._stop) > _MAX_STOPS or longest > _LONGEST_STOP:
             raise ApiError(
                 400,
-                f"stop has {len(self._stop):,} texts of up to {longest:,} characters: give at most {_MOST_STOPS} of at "
+                f"stop has {len(self._stop):,} texts of up to {longest:,} characters: give at most {_MAX_STOPS} of at "
                 f"most {_LONGEST_STOP:,}.",
             )
         if body.get("tool_choice") not in (None, "auto", "none"):
@@ -544,7 +544,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._reply(error.status, error.body)
         self.connection.shutdown(socket.SHUT_WR)
-        for _ in range(_MOST_DISCARDED):
+        for _ in range(_MAX_DISCARDED):
             if not self.rfile.read1(2**20):
                 break
 
@@ -595,8 +595,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdecimal()):
             raise ApiError(400, "The request has no Content-Length, or one that is no number.")
         size = int(length[:20])  # a number of more digits is too large anyway
-        if size > _MOST_BYTES:
-            raise ApiError(413, f"The body has {size:,} bytes, and at most {_MOST_BYTES:,} are read.")
+        if size > _MAX_BYTES:
+            raise ApiError(413, f"The body has {size:,} bytes, and at most {_MAX_BYTES:,} are read.")
         try:
             body = json.loads(self.rfile.read(size))
         except (ValueError, RecursionError) as error:
@@ -610,7 +610,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise ApiError(404, f"There is no {self.path} to POST to.")
         body = self._body()
         session = self.headers.get("X-Session-Id") or body.get("session")
-        count = _number(body, "n", 1, 1, _MOST_ANSWERS)
+        count = _number(body, "n", 1, 1, _MAX_ANSWERS)
         answers = [_Answer(self.server, body, session, index) for index in range(count)]
         about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": answers[0].model}
         for answer in answers:

@@ -21,7 +21,7 @@ import torch
 
 import torchtune
 from torchtune import config, evaluation
-from torchtune._cli._find_recipe import find_checkpoint, is_classifier
+from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._cli._processes import CrashedError, call_in_child_process
 from torchtune._cli._reference_logits import (
     embed_elsewhere,
@@ -43,7 +43,7 @@ from torchtune.checkpoints import (
 )
 from torchtune.data import RERANKER_FILE, DataError
 from torchtune.evaluation import Comparison, EvaluationError
-from torchtune.models import from_hf_config, stored_dtype
+from torchtune.models import from_hf_config, is_classifier, stored_dtype
 from torchtune.modules.low_precision.quantizers import (
     Float8Quantizer,
     GGUFQuantizer,
@@ -77,7 +77,7 @@ _EMBEDDING_FILES = (
     RERANKER_FILE,
 )
 # Ollama reserves memory for the whole context.
-_MOST_CONTEXT = 8192
+_MAX_CONTEXT = 8192
 _PROMPTS = (
     "The capital of France is Paris, and the capital of Italy is",
     "Once upon a time there was a small dog who could not find",
@@ -91,28 +91,28 @@ _PROMPTS = (
 _QUESTION = {"role": "user", "content": "What is 17 + 25?"}
 _ANSWER = {"role": "assistant", "content": "It is 42.\n\nThat is 17 + 25."}
 _SYSTEM = {"role": "system", "content": "You answer in one sentence."}
-_AGAIN = {"role": "user", "content": "  And in Köln, 我们?\n"}
+_SECOND_QUESTION = {"role": "user", "content": "  And in Köln, 我们?\n"}
 # With and without a system prompt, of one and two turns, as a prompt and finished.
 _CHATS = (
     [_QUESTION],
-    [_AGAIN],
+    [_SECOND_QUESTION],
     [_SYSTEM, _QUESTION],
-    [_QUESTION, _ANSWER, _AGAIN],
+    [_QUESTION, _ANSWER, _SECOND_QUESTION],
     [_QUESTION, _ANSWER],
-    [_AGAIN, _ANSWER],
+    [_SECOND_QUESTION, _ANSWER],
     [_SYSTEM, _QUESTION, _ANSWER],
-    [_QUESTION, _ANSWER, _AGAIN, _ANSWER],
+    [_QUESTION, _ANSWER, _SECOND_QUESTION, _ANSWER],
 )
-_MOST_TOKENS = 48
+_MAX_TOKENS = 48
 # A question and its answer, for rerankers.
 _PAIRS = (("What is 17 + 25?", "It is 42."), ("Where do I park?", "Once upon a time there was a small dog."))
 # Largest relative difference of an embedding or score: for equal weights, and for rounded weights.
-_OF_EMBEDDING = 2e-3
-_OF_ROUNDED_EMBEDDING = 0.2
+_EMBEDDING_TOLERANCE = 2e-3
+_ROUNDED_EMBEDDING_TOLERANCE = 0.2
 # Required libraries besides transformers.
 _LIBRARIES = {"adapter": ["peft"], "compressed-tensors": ["compressed_tensors"]}
 # Largest relative difference of a layer's output, by the dtype of merged weights or the kind of quantization.
-_OF_LAYER = {
+_LAYER_TOLERANCES = {
     torch.bfloat16: 4e-3,
     torch.float16: 1e-3,
     "bf16": 4e-3,
@@ -127,16 +127,16 @@ _OF_LAYER = {
     "int4": 0.25,
     "8da4w": 0.25,
 }
-_OF_EQUAL_LAYER = 1e-4
+_EQUAL_LAYER_TOLERANCE = 1e-4
 # Largest mean difference of logits, relative to their spread: for equal weights, and for rounded weights.
-_OF_LOGITS = 2e-3
-_OF_ROUNDED_LOGITS = 0.1
+_LOGITS_TOLERANCE = 2e-3
+_ROUNDED_LOGITS_TOLERANCE = 0.1
 # Largest KL divergence of a quantized model from the trained model: a multiple of the KL divergence of the quantized
 # base from the base, plus a margin.
-_TIMES_BASE = 3.0
+_MAX_KL_RATIO = 3.0
 _KL_MARGIN = 0.02
-_MOST_NAMES = 5  # of tensors, in a message
-_SECONDS_BETWEEN = 10.0  # between two lines of progress
+_MAX_NAMES = 5  # of tensors, in a message
+_SECONDS_BETWEEN_LINES = 10.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -504,7 +504,7 @@ def _write_modelfile(export_folder: Path, context: int) -> None:
     for text, token_id in tokenizer.special_tokens.items():
         if token_id in tokenizer.stop_tokens:
             lines.append(f'PARAMETER stop "{text}"')
-    lines.append(f"PARAMETER num_ctx {min(context, _MOST_CONTEXT)}")
+    lines.append(f"PARAMETER num_ctx {min(context, _MAX_CONTEXT)}")
     (export_folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -580,22 +580,22 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
 
     Args:
         check: comparisons of the two.
-        rounding: dtype or kind of quantization to which weights were rounded, a key of ``_OF_LAYER``; any other value
-            if they were not.
+        rounding: dtype or kind of quantization to which weights were rounded, a key of ``_LAYER_TOLERANCES``; any other
+            value if they were not.
         is_quantized: whether the weights are quantized, so that the logits differ as those of the base do.
     """
     measured = check.measured
-    layer_limit = _OF_LAYER.get(rounding, _OF_EQUAL_LAYER)
-    are_rounded = layer_limit != _OF_EQUAL_LAYER
+    layer_limit = _LAYER_TOLERANCES.get(rounding, _EQUAL_LAYER_TOLERANCE)
+    are_rounded = layer_limit != _EQUAL_LAYER_TOLERANCE
     # "not <=", because a difference may be NaN
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if is_quantized:
         kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
         if check.base is not None:
-            kl_limit = _TIMES_BASE * check.base.comparison.kl + _KL_MARGIN
+            kl_limit = _MAX_KL_RATIO * check.base.comparison.kl + _KL_MARGIN
         agrees = measured.comparison.kl <= kl_limit
     else:
-        relative_limit = _OF_ROUNDED_LOGITS if are_rounded else _OF_LOGITS
+        relative_limit = _ROUNDED_LOGITS_TOLERANCE if are_rounded else _LOGITS_TOLERANCE
         agrees = measured.comparison.mean_difference <= relative_limit * measured.comparison.spread
     if differing or not agrees:
         raise FailedCheck(_explain_difference(measured, check.base, differing))
@@ -608,7 +608,7 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
         )
     embedded = check.embedded
     if embedded is not None and embedded.library:
-        difference_limit = _OF_ROUNDED_EMBEDDING if are_rounded else _OF_EMBEDDING
+        difference_limit = _ROUNDED_EMBEDDING_TOLERANCE if are_rounded else _EMBEDDING_TOLERANCE
         if not embedded.difference <= difference_limit:
             raise FailedCheck(
                 f"{embedded.library} computes other {embedded.kind} than the trained model, with a relative difference "
@@ -626,9 +626,9 @@ def _explain_difference(measured: Measured, base: Measured | None, differing: li
     """
     names = list(dict.fromkeys([*measured.unread, *differing]))  # each once, in this order
     if names:
-        tensors = f"these tensors differ: {', '.join(names[:_MOST_NAMES])}"
-        if len(names) > _MOST_NAMES:
-            tensors += f" and {len(names) - _MOST_NAMES} more"
+        tensors = f"these tensors differ: {', '.join(names[:_MAX_NAMES])}"
+        if len(names) > _MAX_NAMES:
+            tensors += f" and {len(names) - _MAX_NAMES} more"
     else:
         tensors = "this library reads every tensor"
     figures = str(measured)
@@ -641,11 +641,13 @@ def _measure(path: Path, to: str, export_folder: Path, device: str) -> Measured:
     """Compare a model with files: by logits in the library that reads them, and by layers in this library."""
     say("checking", f"the logits of {path}, {len(_PROMPTS)} prompts")
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
-    prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MOST_TOKENS]) for text in _PROMPTS]
+    prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MAX_TOKENS]) for text in _PROMPTS]
     logits = evaluation.logits_of(model, prompts)
     model_device = next(model.parameters()).device
     try:
-        layers = evaluation.compare_layers(model, _read_again(path, to, export_folder, model_device), _PrintedAtTimes())
+        exported_model = _load_export(path, to, export_folder, model_device)
+        layers = evaluation.compare_layers(model, exported_model, _PrintedAtTimes())
+        del exported_model
     except UserError as error:  # the check fails with this reason
         layers = {str(error).rstrip("."): torch.inf}
     del model  # the other library needs the memory
@@ -745,7 +747,7 @@ class _PrintedAtTimes:
         self._last = -math.inf
 
     def __call__(self, number: int, total: int) -> None:
-        if time.monotonic() - self._last >= _SECONDS_BETWEEN:
+        if time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
             say("checking", f"weight {number} of {total}")
             self._last = time.monotonic()
 
@@ -759,7 +761,7 @@ def _reader(to: str) -> str:
     return "transformers"  # GGUF files, too
 
 
-def _read_again(path: Path, to: str, export_folder: Path, device: torch.device) -> torch.nn.Module:
+def _load_export(path: Path, to: str, export_folder: Path, device: torch.device) -> torch.nn.Module:
     """Read the files in this library; GGUF files are dequantized by the ``gguf`` package."""
     if to not in ("gguf", "ollama"):
         model, _ = torchtune.load(export_folder, dtype="fp32", device=device)

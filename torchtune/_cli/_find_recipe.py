@@ -30,7 +30,7 @@ from torchtune._recipe_registry import (
     recipe_of,
 )
 from torchtune.config import did_you_mean
-from torchtune.utils import UserError, read_json
+from torchtune.utils import UserError
 
 # usual: files, and some two methods of each other model; on_demand: the others that are made when they are named;
 # impossible: models and methods that do not go together.
@@ -173,15 +173,6 @@ def find_checkpoint(model: str) -> str:
     checkpoint, description = RunFolder(folder).checkpoint()
     print(f"model       {checkpoint}, {description}", file=sys.stderr)
     return str(checkpoint)
-
-
-def is_classifier(folder: str | Path) -> bool:
-    """Return whether a folder holds a classifier or a reward model, as its ``config.json`` says."""
-    config = Path(folder).expanduser() / "config.json"
-    if not config.is_file():
-        return False
-    names = read_json(config).get("architectures") or []
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def add_to_path(folder: str) -> None:

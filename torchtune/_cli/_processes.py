@@ -173,11 +173,20 @@ class _Followers:
         failed_rank = None
         text = None
         if error is None:
-            failed_rank = self._wait_until_ended()
+            for process in self._processes:  # which finish with rank 0
+                try:
+                    process.wait(_MOST_SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    break  # rank 0 has all results
+            failed_rank = self._failed_rank()
         else:
             cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
-                failed_rank = self._wait_for_failure()
+                # The collective may fail some time before the process of the follower has ended.
+                end = time.monotonic() + _PATIENCE
+                while self._failed_rank() is None and time.monotonic() < end:
+                    time.sleep(0.1)
+                failed_rank = self._failed_rank()
                 if "timed out" in str(cause).lower():
                     text = (
                         f"one of the {self._size} processes runs, but has not answered the others until the timeout of "
@@ -239,22 +248,6 @@ class _Followers:
             if process.poll():  # an exit code other than 0
                 return rank
         return None
-
-    def _wait_for_failure(self) -> int | None:
-        """Wait for a follower to fail; return its rank, or None if none has failed in time."""
-        end = time.monotonic() + _PATIENCE
-        while self._failed_rank() is None and time.monotonic() < end:
-            time.sleep(0.1)
-        return self._failed_rank()
-
-    def _wait_until_ended(self) -> int | None:
-        """Wait for the followers, which finish with rank 0; return the rank of one that has failed."""
-        for process in self._processes:
-            try:
-                process.wait(_MOST_SECONDS_TO_END)
-            except subprocess.TimeoutExpired:
-                break  # rank 0 has all results
-        return self._failed_rank()
 
     def _explain(self, rank: int) -> str:
         """Return a sentence on the end of a follower, with its error if it has printed one."""

@@ -157,19 +157,30 @@ class _Checks:
                 node["packed"] = packed
         return data
 
-    def _train(self, name: str, packed: bool = False, **changes: Any) -> dict[int, dict[str, float]]:
+    def _train(
+        self, name: str, *, is_compared: bool = False, packed: bool = False, **changes: Any
+    ) -> dict[int, dict[str, float]]:
         """Run the recipe and return the metrics of each step.
+
+        Args:
+            name: name of the run's folder, config and log.
+            is_compared: whether another run must have the same losses and gradients: it has plain SGD and no dropout.
+            packed: whether rows are packed.
+            **changes: settings of the run, if the recipe has them.
 
         Raises:
             CheckFailed: the run fails.
         """
         output = self._folder / name
         data = self._limited(_ROWS, packed)
-        for key, value in {**_SHORT, **changes}.items():
+        settings = {**_SHORT, **changes}
+        if is_compared:
+            settings = {**_SHORT, **_PLAIN, **changes}
+            # Other micro-batches draw other dropout masks.
+            _set_everywhere(data, ("lora_dropout", "dropout", "attn_dropout"), 0.0)
+        for key, value in settings.items():
             if key in self._setting_names:
                 data[key] = value
-        if changes.keys() >= _PLAIN.keys():  # two runs that are compared draw different dropout masks
-            _set_everywhere(data, ("lora_dropout", "dropout", "attn_dropout"), 0.0)
         data["output_dir"] = str(output)
         data["metric_logger"] = {
             "_component_": "torchtune.training.metric_logging.DiskLogger",
@@ -189,12 +200,13 @@ class _Checks:
         return {record["step"]: record for record in records if "loss" in record}
 
     @cached_property
-    def _whole(self) -> dict[int, dict[str, float]]:
-        return self._train("whole", **_PLAIN, batch_size=self._num_rows)
+    def _steps_of_one_batch(self) -> dict[int, dict[str, float]]:
+        """Metrics of two steps, each of all rows in one batch: what other runs are compared with."""
+        return self._train("whole", is_compared=True, batch_size=self._num_rows)
 
     def _compare(self, metrics: dict[int, dict[str, float]], how: str) -> str:
-        """Compare two steps of a run with the plain run's: losses, and the norm of the gradient."""
-        expected = self._whole
+        """Compare two steps of a run with those of one batch: losses, and the norm of the gradient."""
+        expected = self._steps_of_one_batch
         if expected.keys() != metrics.keys() or len(expected) != 2:
             raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
         comparisons = []
@@ -218,15 +230,16 @@ class _Checks:
         """Check that one batch and gradient accumulation over single rows give the same steps."""
         if "gradient_accumulation_steps" not in self._setting_names:
             raise NotChecked("the recipe has no gradient_accumulation_steps")
-        split = {"batch_size": 1, "gradient_accumulation_steps": self._num_rows}
-        return self._compare(self._train("accumulated", **{**_PLAIN, **split}), f"{self._num_rows} micro-batches")
+        metrics = self._train("accumulated", is_compared=True, batch_size=1, gradient_accumulation_steps=self._num_rows)
+        return self._compare(metrics, f"{self._num_rows} micro-batches")
 
     def packing(self) -> str:
         """Check that unpacked rows and packs give the same steps."""
         for node in self._dataset_nodes(self._data):
             if not {"packed", "split"} <= _arguments(node).keys():
                 raise NotChecked("the dataset has no argument packed")
-        return self._compare(self._train("packed", packed=True, **_PLAIN, batch_size=self._num_rows), "packs")
+        metrics = self._train("packed", is_compared=True, packed=True, batch_size=self._num_rows)
+        return self._compare(metrics, "packs")
 
     def resume(self) -> str:
         """Check that a run that is resumed half-way ends with the same bits."""
@@ -257,7 +270,7 @@ class _Checks:
 
     def load(self) -> str:
         """Check that a loaded checkpoint has the loss of the run's next step, and the same logits in transformers."""
-        expected = self._whole[2]["loss"]
+        expected = self._steps_of_one_batch[2]["loss"]
         checkpoint = self._folder / "whole" / "epoch_0"
         if not any(checkpoint.glob("*config.json")):
             raise NotChecked("the checkpoint is a state dict, and the library cannot build the module it is of")
@@ -285,7 +298,7 @@ class _Checks:
             return f"loss {loss:.6f}, as the run continues"
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
-        first_loss = self._whole[1]["loss"]
+        first_loss = self._steps_of_one_batch[1]["loss"]
         base_loss = first_loss
         if base is not None:
             base_loss = self._loss_of(base, rows)
@@ -327,10 +340,10 @@ class _Checks:
         count = min(len(dataset), rows * len(self._dataset_nodes(self._data)))
         return [dataset[index] for index in range(count)]
 
-    def _is_whole(self, tokens: Any) -> bool:
-        """Return whether a row was not cut to the maximum length."""
+    def _may_be_truncated(self, tokens: Any) -> bool:
+        """Return whether a row has the maximum length, to which it may have been truncated."""
         limit = getattr(self._tokenizer, "max_seq_len", None)
-        return limit is None or len(tokens) < limit
+        return limit is not None and len(tokens) >= limit
 
     def labels(self) -> str:
         """Check that a training row is the generation prompt and the answer, and that only answers are labels."""
@@ -354,7 +367,7 @@ class _Checks:
                 row = part[index]
                 number = part.origins(index)[0]["row"]
                 split = split_conversation(conversations[number])
-                if len(split) == 1 and self._is_whole(row["tokens"]):
+                if len(split) == 1 and not self._may_be_truncated(row["tokens"]):
                     try:
                         num_trained = self._check_row(row, split[0])
                     except CheckFailed as error:
@@ -413,7 +426,7 @@ class _Checks:
                 # A passage ends at a trained token before one that is not trained, or at the end of the row.
                 ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
                 num_passages += len(ends)
-                if not self._is_whole(tokens):
+                if self._may_be_truncated(tokens):
                     continue
                 for end in ends:
                     if int(tokens[end]) not in stops:

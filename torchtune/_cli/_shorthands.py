@@ -303,17 +303,17 @@ class _DataSettings:
         self._config = config
         self._recipe = recipe
         self._overrides = overrides
-        self._chosen = []  # settings of the dataset on the command line
+        self._dataset_overrides = []  # settings of the dataset on the command line
         for override in overrides:
             if override.startswith("dataset."):
-                self._chosen.append(override.removeprefix("dataset."))
+                self._dataset_overrides.append(override.removeprefix("dataset."))
         self._config_name = config_name
 
     def overrides(self) -> list[str]:
         """Return the overrides that set the dataset, and what the rows ask of other sections."""
         row_format, row = self._format_and_row()
-        row_format = self._as_trained(row_format, row)
-        if not row_format.builder and not self._chosen:
+        row_format = self._format_for_recipe(row_format, row)
+        if not row_format.builder and not self._dataset_overrides:
             columns = ", ".join(row)
             if self._path.suffix.lower() in (".csv", ".tsv"):
                 columns += " (those of a table are in its first line)"
@@ -323,7 +323,7 @@ class _DataSettings:
                 "dataset.column=... for plain text."
             )
         source = str(self._path) if self._path.exists() else self._name
-        node = dataset_node(source, row_format, self._chosen)
+        node = dataset_node(source, row_format, self._dataset_overrides)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
         self._check_method(row_format.kind, builder)
         columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
@@ -375,7 +375,7 @@ class _DataSettings:
     def _split(self) -> str:
         """Return the split that is read: of the command line, or ``train``."""
         split = "train"
-        for setting in self._chosen:
+        for setting in self._dataset_overrides:
             key, _, value = setting.partition("=")
             if key == "split":
                 split = value  # the last one counts
@@ -390,7 +390,7 @@ class _DataSettings:
                 f"data={self._name}: there is no such file or folder, and a dataset of the hub is called owner/name."
             )
         arguments = {"split": self._split(), "streaming": True}
-        for setting in self._chosen:
+        for setting in self._dataset_overrides:
             key, _, value = setting.partition("=")
             if key in ("name", "data_files", "data_dir"):
                 arguments[key] = value
@@ -417,7 +417,7 @@ class _DataSettings:
         from torchtune.datasets import readings_of
 
         columns = ("conversation_column=", "column_map.", "column=", "_component_=")
-        is_chosen = any(setting.startswith(columns) for setting in self._chosen)
+        is_chosen = any(setting.startswith(columns) for setting in self._dataset_overrides)
         if is_chosen or row_format.builder not in ("chat_dataset", "instruct_dataset"):
             return
         readings = [reading for reading in readings_of(row) if reading.builder == row_format.builder]
@@ -430,7 +430,7 @@ class _DataSettings:
             f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
 
-    def _as_trained(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
+    def _format_for_recipe(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
         from torchtune.datasets import RowFormat, column_map
 
@@ -454,7 +454,7 @@ class _DataSettings:
             if isinstance(row["label"], str):
                 _say("labels", f"are trained as answers; loss={_CLASSIFICATION_LOSS} trains a classifier")
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
-            if not self._chosen:
+            if not self._dataset_overrides:
                 raise UserError(
                     f"data={self._name}: the labels are no texts, which a language model could answer: add "
                     f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."
@@ -493,9 +493,9 @@ class _DataSettings:
         That is so in the configs for any model, unless the command line names a loss of something else.
         """
         is_for_any_model = self._config_name.startswith("any_") and self._recipe in _RETRIEVAL_RECIPES
-        return is_for_any_model and (self._loss_name() in _RETRIEVAL_LOSSES or not self._sets("loss"))
+        return is_for_any_model and (self._loss_name() in _RETRIEVAL_LOSSES or not self._is_overridden("loss"))
 
-    def _sets(self, key: str) -> bool:
+    def _is_overridden(self, key: str) -> bool:
         """Return whether the command line sets a component of the config."""
         return any(override.startswith((f"{key}=", f"{key}._component_=")) for override in self._overrides)
 
@@ -505,7 +505,7 @@ class _DataSettings:
         Raises:
             UserError: nothing says it, and the rows have negatives, as rerankers need them.
         """
-        components = [setting for setting in self._chosen if setting.startswith("_component_=")]
+        components = [setting for setting in self._dataset_overrides if setting.startswith("_component_=")]
         if components:
             return components[-1].endswith(".reranking_dataset")
         loss = self._loss_name()
@@ -565,7 +565,7 @@ class _DataSettings:
                 f"model.num_classes={num_outputs}",
                 f"model.base_model_path={model['_component_']}",
             ]
-        if self._sets("model_converters"):
+        if self._is_overridden("model_converters"):
             return settings
         for number, converter in enumerate(self._config.get("model_converters") or ()):
             if str(converter.get("_component_")).endswith(".LoRA") and "train_modules" not in converter:

@@ -1,4 +1,4 @@
-"""Commands that check: ``tune validate``, ``tune checkpoint verify``, ``tune doctor`` and ``tune selfcheck``."""
+"""Commands that check: ``tune validate``, ``tune checkpoint verify`` and ``tune selfcheck``."""
 
 import argparse
 import shutil
@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 from torchtune._cli._find_recipe import find_targets, recipe_named_by, resolve_config
-from torchtune._cli._run_command import parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Subcommand, parse_command, require_config
 from torchtune._recipe_registry import recipe_of
 from torchtune.utils import UserError
 
@@ -102,43 +101,6 @@ class Checkpoint(Subcommand):
 
     def _add_arguments(self) -> None:
         Verify(self._parser.add_subparsers(title="subcommands"))
-
-
-class Doctor(Subcommand):
-    """Subcommand that reports devices, packages and disks of this machine, warnings and problems."""
-
-    name = "doctor"
-    help = "Check devices, packages, disks and the hub, and name what will be slow"
-    description = (
-        "Check this machine: devices, memory, disks, packages and access to the hub. Nothing is\n"
-        "downloaded. The exit code is 0 if training can run, else 1."
-    )
-    epilog = """
-        examples:
-          $ tune doctor
-          $ tune doctor --output /shared/runs
-    """
-
-    def _add_arguments(self) -> None:
-        self._parser.add_argument("--output", type=Path, default=Path("/tmp"), help="folder for runs (/tmp)")
-
-    def _run(self, args: argparse.Namespace) -> None:
-        from torchtune._cli._machine import examine
-        from torchtune.config import redact_secrets
-
-        findings = examine(args.output.expanduser())
-        for name, texts in (
-            *findings.facts,
-            ("warnings", findings.warnings or ["none"]),
-            ("problems", findings.problems or ["none: training can run"]),
-        ):
-            label = name
-            for text in texts:
-                print(f"{label:<12}{redact_secrets(text)}")
-                label = ""  # only the first line has it
-        sys.stdout.flush()
-        if findings.problems:
-            sys.exit(1)
 
 
 class Selfcheck(Subcommand):

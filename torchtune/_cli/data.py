@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _FROM_CONFIG = "torchtune.models.from_hf_config"
 # Settings of the file, which need no tokenizer.
-_OF_THE_FILE = {
+_FILE_SETTINGS = {
     "delimiter", "sep", "quotechar", "quoting", "escapechar", "doublequote", "skipinitialspace", "column_names",
     "names", "header", "skiprows", "encoding", "field",
 }  # fmt: skip
@@ -112,10 +112,10 @@ class DataShow(Subcommand):
         settings = {"dataset": node, "tokenizer": changed(defaults, overrides.tokenizer)}
         config.validate(settings)
         tokenizer = config.instantiate(settings["tokenizer"])
-        show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_of(args.tokenizer))
+        show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_length(args.tokenizer))
 
 
-def _context_of(checkpoint: str) -> int | None:
+def _context_length(checkpoint: str) -> int | None:
     """Return the tokens of the longest row that a checkpoint's model reads; None if its architecture is not known."""
     from torchtune.estimate import context_length
     from torchtune.models import ModelError
@@ -142,7 +142,7 @@ class _Overrides:
             key = override.removeprefix("~").partition("=")[0]
             if key.startswith("tokenizer."):
                 sorted_overrides.tokenizer.append(override.replace("tokenizer.", "", 1))
-            elif key.removeprefix("dataset.") in _OF_THE_FILE:
+            elif key.removeprefix("dataset.") in _FILE_SETTINGS:
                 sorted_overrides.file.append(override.replace("dataset.", "", 1))
             else:
                 sorted_overrides.dataset.append(override.replace("dataset.", "", 1))
@@ -217,14 +217,14 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
             dataset = instantiate_dataset(node, tokenizer, max_seq_length)
         tokens = dataset.num_known_tokens
         if tokens is None:
-            raise _not_prepared(name, dataset)
+            raise _unprepared_error(name, dataset)
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
         print(f"{name}: {len(dataset):,} {kind}, {tokens:,} tokens in {output}, {seconds:.1f} s. Use them with")
         _print_use(name, output, is_single=dataset_nodes(node)[0] is node)
 
 
-def _not_prepared(name: str, dataset: Any) -> UserError:
+def _unprepared_error(name: str, dataset: Any) -> UserError:
     """Return the error for a dataset whose rows are tokenized during training."""
     if dataset.is_stream:
         return UserError(f"{name}: a stream is tokenized during training: remove streaming to prepare it.")
@@ -273,7 +273,7 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
             except ShardWritten as written:  # its rows are in files, and no dataset is built
                 records.append({"name": name, **written.record})
             else:
-                raise _not_prepared(name, dataset)
+                raise _unprepared_error(name, dataset)
     write_manifest(output, shard, records, command)
     rows = sum(record["rows"] for record in records)
     tokens = sum(record["tokens"] for record in records)

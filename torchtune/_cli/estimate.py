@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._cli._find_recipe import RecipeTarget, find_targets, recipe_named_by
-from torchtune._cli._run_command import Command, parse_command, require_config
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Command, Subcommand, parse_command, require_config
 from torchtune._recipe_registry import get_all_recipes
 from torchtune.utils import UserError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torchtune
-from torchtune._cli._find_recipe import find_checkpoint, is_classifier
+from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._cli._shorthands import dataset_node
 from torchtune._cli.subcommand import (
     CHECKPOINT,
@@ -97,7 +97,7 @@ class Eval(Subcommand):
         args.models = [(args.model, args.adapter)]
         if args.against:
             args.models.insert(0, (args.against, None))  # the first model is the reference
-        if is_classifier(args.model):
+        if torchtune.models.is_classifier(args.model):
             if args.retrieval:
                 raise UserError(
                     f"--retrieval: {args.model} is a classifier or reranker, which embeds no texts: name an embedding "
@@ -145,7 +145,14 @@ def eval_rows(args: argparse.Namespace) -> None:
     """
     if args.data is None:
         data = Path("dataset_val")  # no file: it names the file of results
-        perplexity_node, max_seq_len = _validation_data(args.model)
+        settings = _run_settings(args.model)
+        if not settings.get("dataset_val"):
+            raise UserError(
+                f"there is nothing to measure: {args.model} is not of a run with dataset_val: give rows in --data, or "
+                "--tasks."
+            )
+        perplexity_node = settings["dataset_val"]
+        max_seq_len = settings["tokenizer"].get("max_seq_len")
     else:
         data = args.data.expanduser()
         perplexity_node = None  # of a dataset in the config; without one, no perplexity is measured
@@ -204,16 +211,6 @@ def _run_settings(model: str) -> dict[str, Any]:
     if (Path(model).expanduser() / torchtune.reports.SETTINGS).is_file():
         return torchtune.reports.RunFolder(model).settings
     return {}
-
-
-def _validation_data(model: str) -> tuple[Any, int | None]:
-    """Return the ``dataset_val`` of a checkpoint's run, and the maximum sequence length."""
-    settings = _run_settings(model)
-    if not settings.get("dataset_val"):
-        raise UserError(
-            f"there is nothing to measure: {model} is not of a run with dataset_val: give rows in --data, or --tasks."
-        )
-    return settings["dataset_val"], settings["tokenizer"].get("max_seq_len")
 
 
 def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:

@@ -363,19 +363,16 @@ class ImportedConfig:
             parameters = _parameters_of(data[section])
             arguments = {key: value for key, value in data[section].items() if key in parameters}
             data[section] = {"_component_": data[section]["_component_"], **arguments}
-        self._finish_loss(data["loss"])
-        if "lr_scheduler" in data:
-            self._finish_scheduler(data["lr_scheduler"])
-        return data
-
-    def _finish_loss(self, loss: dict[str, Any]) -> None:
-        """Remove arguments that the loss does not have, and smoothing where a reweighted loss has none."""
+        loss = data["loss"]
         if loss.get("reweighting") is not None:
-            loss.pop("label_smoothing", None)
+            loss.pop("label_smoothing", None)  # which a reweighted loss lacks
         for key in loss.keys() - _parameters_of(loss) - {"_component_"}:
             value = loss.pop(key)
             if value:
                 self.left[f"loss.{key}"] = f"{loss['_component_']} has no such argument"
+        if "lr_scheduler" in data:
+            self._finish_scheduler(data["lr_scheduler"])
+        return data
 
     def _finish_scheduler(self, scheduler: dict[str, Any]) -> None:
         """Convert a warmup to a number of steps or a part of the run, and list arguments that the schedule lacks."""

@@ -99,7 +99,12 @@ class List(Subcommand):
         for model, methods in methods_by_model.items():
             print(f"{model}: {', '.join(methods)}")
         if len(models) == 1:  # the reasons of many models would hide the configs
-            _print_impossible([config.name for config, _ in impossible])
+            methods_by_reason: dict[str, list[str]] = {}
+            for config, _ in impossible:
+                model, method = impossible_configs()[config.name]
+                methods_by_reason.setdefault(reason_against(model, method), []).append(method)
+            for reason, methods in methods_by_reason.items():
+                print(f"not {', '.join(methods)}: {reason}")
         num_configs = sum(len(recipe.configs) for recipe in get_all_recipes()) + len(configs_on_demand())
         print(f"{len(matches) + len(on_demand):,} of {num_configs:,} configs. To run one: tune run --config NAME")
 
@@ -111,17 +116,6 @@ def _model_of(config: Config) -> str | None:
         return None
     model, _ = combination
     return model
-
-
-def _print_impossible(names: list[str]) -> None:
-    """Print why there are no configs with these names of a model and a method, reason by reason."""
-    methods_by_reason: dict[str, list[str]] = {}
-    for name in names:
-        model, method = impossible_configs()[name]
-        reason = reason_against(model, method)
-        methods_by_reason.setdefault(reason, []).append(method)
-    for reason, methods in methods_by_reason.items():
-        print(f"not {', '.join(methods)}: {reason}")
 
 
 def overview() -> list[str]:

@@ -11,9 +11,15 @@ import traceback
 from pathlib import Path
 
 from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli._run_command import USAGE, Command, count_processes, parse_command, torchrun_arguments
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import (
+    USAGE,
+    Command,
+    Subcommand,
+    count_processes,
+    parse_command,
+    torchrun_arguments,
+)
 from torchtune._recipe_registry import (
     are_other_methods,
     current_name,
@@ -37,27 +43,6 @@ from torchtune.utils import (
 _KNOWN_EXIT_CODES = (UserError.exit_code, HANG_EXIT_CODE, 130, EXIT_REQUEUE)
 # Seconds that other machines need to find out which rank has failed.
 _LINGER = 20
-
-
-def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
-    """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
-    sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
-    if recipe.path is not None:
-        sys.path.insert(0, str(recipe.path.parent))
-        runpy.run_path(str(recipe.path), run_name="__main__")
-    else:
-        runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
-
-
-def _former_name(command: Command, config: Path) -> str | None:
-    """Return the recipe's former name if the command uses one; a former name may require settings, as qat_* does.
-
-    Return ``None`` if the config is for another method, because then this is the error to report.
-    """
-    name = command.recipe
-    if name is None or current_name(name) == name or are_other_methods(name, recipe_of(config) or name):
-        return None
-    return name
 
 
 class Run(Subcommand):
@@ -100,7 +85,7 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
-        # Find the recipe and the config; each of them may be left out if the other one says it.
+        # The recipe may be left out if the config names it.
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
@@ -111,10 +96,11 @@ class Run(Subcommand):
             recipe = recipe_named_by(config)
         else:
             recipe = resolve_recipe(command.recipe)
-        if config is not None:
-            former_name = _former_name(command, config)
-            if former_name is not None:
-                command.overrides.insert(0, f"recipe={former_name}")
+            is_former_name = current_name(command.recipe) != command.recipe
+            # The check of the config has to know a former name, which may require settings, as qat_* does. A config of
+            # another method gets no name, because then this is the error to report.
+            if is_former_name and config is not None and not are_other_methods(command.recipe, recipe_of(config) or ""):
+                command.overrides.insert(0, f"recipe={command.recipe}")
         if command.help:
             from torchtune.config import describe_settings, settings_of
 
@@ -122,9 +108,10 @@ class Run(Subcommand):
             return
         if config is None:
             self._parser.error("The '--config' argument is required.")
+        # Settings in the place of model=, teacher= and data=, if the command line has any; others are as they are.
         command.overrides = expand_shorthands(config, command.overrides, command.recipe)
         if command.recipe is None:
-            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
+            recipe = recipe_named_by(config, command.overrides)  # the rows of data= may choose another recipe
         if command.grace is not None:  # for torchrun and the workers
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
@@ -193,12 +180,14 @@ class Run(Subcommand):
             )
 
 
-def _is_new_information(record: logging.LogRecord) -> bool:
-    """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
-    text = record.getMessage()
-    if text.startswith("Sending process") or text.endswith("due to an error of type RendezvousConnectionError."):
-        return False
-    return not any(text.startswith(f"failed (exitcode: {code})") for code in _KNOWN_EXIT_CODES)
+def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
+    """Run in this process, as ``python recipe.py --config …`` does; the recipe's decorator checks the config."""
+    sys.argv = [str(recipe.path or recipe.module), "--config", str(config), *overrides]
+    if recipe.path is not None:
+        sys.path.insert(0, str(recipe.path.parent))
+        runpy.run_path(str(recipe.path), run_name="__main__")
+    else:
+        runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
 
 
 def _run_torchrun(args: argparse.Namespace) -> None:
@@ -216,8 +205,13 @@ def _run_torchrun(args: argparse.Namespace) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import run as torchrun
 
-    _check_nodes(args.nnodes)
-    if args.max_restarts > 0 or len(set(args.nnodes.split(":"))) > 1:
+    counts = args.nnodes.split(":")
+    are_numbers = len(counts) <= 2 and all(count.isdigit() for count in counts)
+    if not are_numbers or not 0 < int(counts[0]) <= int(counts[-1]):
+        raise UserError(
+            f"--nnodes {args.nnodes}: give the number of machines, such as 2, or the least and the most, 2:4."
+        )
+    if args.max_restarts > 0 or len(set(counts)) > 1:
         # A new store for every restart: an old one still has the addresses of the previous workers.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
@@ -249,12 +243,12 @@ def _run_torchrun(args: argparse.Namespace) -> None:
         raise UserError(f"torchrun refuses an option: {first_line(error)}: see torchrun --help.") from error
 
 
-def _check_nodes(nnodes: str) -> None:
-    """Raise ``UserError`` unless ``--nnodes`` is a number, or two with a colon between them."""
-    counts = nnodes.split(":")
-    are_numbers = len(counts) <= 2 and all(count.isdigit() for count in counts)
-    if not are_numbers or not 0 < int(counts[0]) <= int(counts[-1]):
-        raise UserError(f"--nnodes {nnodes}: give the number of machines, such as 2, or the least and the most, 2:4.")
+def _is_new_information(record: logging.LogRecord) -> bool:
+    """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
+    text = record.getMessage()
+    if text.startswith("Sending process") or text.endswith("due to an error of type RendezvousConnectionError."):
+        return False
+    return not any(text.startswith(f"failed (exitcode: {code})") for code in _KNOWN_EXIT_CODES)
 
 
 def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int]:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli._run_command import Command, parse_command, require_config, torchrun_arguments
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.subcommand import Command, Subcommand, parse_command, require_config, torchrun_arguments
 from torchtune.utils import EXIT_REQUEUE, FolderLock, UserError, first_line, read_json, require, write_json
 
 _USAGE = (
@@ -311,6 +310,8 @@ class _Sweep:
     """
 
     def __init__(self, command: Command, options: _Options) -> None:
+        from torchtune.config import load_and_check
+
         self._command = command
         self._folder = options.output
         config_name = require_config(command, "sweep", "--trials 8 --output FOLDER key=low:high")
@@ -335,7 +336,10 @@ class _Sweep:
         self._trials = []
         for number, settings in enumerate(draw_trials(dimensions, options.trials, options.seed)):
             self._trials.append(Trial(number, settings, self._folder / f"trial_{number:02}"))
-        self._settings = self._check_trials()
+        # The settings of every trial are checked before the first one starts.
+        main = self._recipe.load_main()
+        settings_of_trials = [load_and_check(self._config, self._overrides(trial), main) for trial in self._trials]
+        self._settings = settings_of_trials[0]
         self._metric = self._choose_metric(options.metric)
         self._ray = None
         if options.ray:
@@ -345,14 +349,6 @@ class _Sweep:
     def _overrides(self, trial: Trial) -> list[str]:
         """Return the settings of a trial's run that the command line and the sweep decide."""
         return [*self._fixed, *trial.settings, f"output_dir={trial.folder}"]
-
-    def _check_trials(self) -> Any:
-        """Check the settings of every trial before the first one starts; return those of the first."""
-        from torchtune.config import load_and_check
-
-        main = self._recipe.load_main()
-        settings = [load_and_check(self._config, self._overrides(trial), main) for trial in self._trials]
-        return settings[0]
 
     def _choose_metric(self, name: str | None) -> Metric:
         """Return the metric of ``--metric``, or the loss, and of validation if the trials validate."""

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.chat import Chat
-from torchtune._cli.checks import Checkpoint, Doctor, Selfcheck, Validate
+from torchtune._cli.checks import Checkpoint, Selfcheck, Validate
 from torchtune._cli.data import Data
+from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
 from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
@@ -58,7 +59,7 @@ class TuneCLIParser:
         self._parser.set_defaults(func=lambda args: self._parser.print_help())
         subparsers = self._parser.add_subparsers(title="subcommands")
         for subcommand in SUBCOMMANDS:
-            subcommand.create(subparsers)
+            subcommand(subparsers)
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""

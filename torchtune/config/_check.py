@@ -1,4 +1,4 @@
-"""Check a parsed config: keys and values against the settings dataclass, components against their signatures."""
+"""Check a parsed config against the settings dataclass and the signatures of components, and build the settings."""
 
 import dataclasses
 import inspect
@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtune._lazy import former_argument
-from torchtune.config._document import Document, format_value, is_component, iter_items
+from torchtune.config._components import Accepts, Argument, accepts, as_written, locate, qualify, remaining
+from torchtune.config._document import UNRESOLVED, Document, format_value, is_component, iter_items
 from torchtune.config._errors import (
     MAX_MISTAKES,
     InstantiationError,
@@ -20,23 +21,19 @@ from torchtune.config._errors import (
     split_key,
     suggestion,
 )
-from torchtune.config._interpolate import UNRESOLVED
-from torchtune.config._locate import as_written, locate, qualify
 from torchtune.config._recipe_check import is_note
-from torchtune.config._schema import (
+from torchtune.config._settings import (
     PLAIN_TYPES,
     Component,
     ObjectPath,
     Range,
     RuntimeArgs,
-    build_settings,
     is_configurable,
     settings_fields,
     split_annotated,
     type_text,
     union_members,
 )
-from torchtune.config._signatures import Accepts, Argument, accepts, remaining
 from torchtune.utils import get_logger, log_once
 
 
@@ -90,9 +87,15 @@ class Checker:
         for name, setting in settings.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
-        # Rules of a class may rely on the types of its fields.
+        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields.
         if self._count_mistakes() == mistakes_before:
-            self._check_rules(path, cls, values)
+            try:
+                instance = build_settings(cls, values)
+                if hasattr(instance, "check"):
+                    for name, message in instance.check():
+                        self.document.add_mistake((*path, *split_key(name)), message)
+            except ValueError as error:
+                self.document.add_mistake(path, str(error))
         return values
 
     def _count_mistakes(self) -> int:
@@ -104,17 +107,6 @@ class Checker:
         for name in names:
             self.accepted_names.setdefault(name, []).append(join_key((*path, name)))
 
-    def _check_rules(self, path: KeyPath, cls: type, values: dict[str, Any]) -> None:
-        """Run the dataclass's ``__post_init__`` and ``check()``, which test values together."""
-        try:
-            settings = build_settings(cls, values)
-            if not hasattr(settings, "check"):
-                return
-            for key, message in settings.check():
-                self.document.add_mistake((*path, *split_key(key)), message)
-        except ValueError as error:
-            self.document.add_mistake(path, str(error))
-
     # Values
 
     def check_value(self, path: KeyPath, value: Any, annotation: Any) -> Any:
@@ -122,7 +114,7 @@ class Checker:
 
         Component nodes are queued and returned unchanged; dataclasses stay plain mappings.
         """
-        base, extras = split_annotated(annotation)
+        base, extras = split_annotated(annotation)  # int and (Range(min=1),) of Annotated[int, Range(min=1)]
         if isinstance(value, str) and UNRESOLVED in value:
             return value  # its reference is a mistake already
         # An exact type match comes before a conversion: an integer stays one for `float | int`.
@@ -148,7 +140,11 @@ class Checker:
                 return self._check_object_path(path, value, extra.required)
         value = self._convert_contents(path, value, member, runtime_args)
         if type(value) in (int, float):
-            self._check_bounds(path, value, extras)
+            exceeded = [extra for extra in extras if isinstance(extra, Range) and not extra.holds(value)]
+            if exceeded:
+                self.document.add_mistake(path, f"must be {exceeded[0]}, not {value}")
+            elif math.isnan(value):  # refused without bounds, too
+                self.document.add_mistake(path, "must be a number, not nan")
         return value
 
     def _check_object_path(self, path: KeyPath, text: str, required: bool) -> str:
@@ -164,15 +160,6 @@ class Checker:
             self.document.add_mistake(path, str(error))
             return text
         return qualify(text, self.namespace)
-
-    def _check_bounds(self, path: KeyPath, value: float, extras: tuple[Any, ...]) -> None:
-        """Add a mistake for a number outside its ``Range``, and for NaN in any case."""
-        for bounds in extras:
-            if isinstance(bounds, Range) and not bounds.holds(value):
-                self.document.add_mistake(path, f"must be {bounds}, not {value}")
-                return
-        if math.isnan(value):
-            self.document.add_mistake(path, "must be a number, not nan")
 
     def _add_type_mistake(self, path: KeyPath, value: Any, annotation: Any) -> None:
         """Add a mistake for a value of another type, or for a text that is none of the choices."""
@@ -429,3 +416,34 @@ def _has_type(value: Any, member: Any) -> bool | None:
     if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
         return False  # YAML cannot represent such a value
     return None
+
+
+def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
+    """Build the dataclass ``cls`` from checked values; component nodes become ``DictConfig``."""
+    fields = settings_fields(cls)
+    arguments = {}
+    for name, value in values.items():
+        arguments[name] = _convert_component_nodes(value, fields[name].annotation)
+    return cls(**arguments)
+
+
+def _convert_component_nodes(value: Any, annotation: Any) -> Any:
+    """Convert component nodes at any depth to ``DictConfig``, and nodes of dataclasses to instances."""
+    from omegaconf import OmegaConf
+
+    base, _ = split_annotated(annotation)
+    for member in union_members(base):
+        kind, _ = split_annotated(member)
+        origin = get_origin(kind) or kind
+        args = get_args(kind)
+        if isinstance(value, dict) and origin is Component:
+            return OmegaConf.create(value)
+        if isinstance(value, dict) and dataclasses.is_dataclass(origin):
+            return build_settings(origin, value)
+        if isinstance(value, dict) and origin is dict and len(args) == 2:
+            return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
+        if isinstance(value, list) and origin is list and args:
+            return [_convert_component_nodes(item, args[0]) for item in value]
+        if isinstance(value, list) and origin is tuple:
+            return tuple(value)
+    return value

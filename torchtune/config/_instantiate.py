@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune.config._check import Checker
-from torchtune.config._document import Document, is_component
+from torchtune.config._check import Checker, build_settings
+from torchtune.config._components import as_written, locate
+from torchtune.config._document import Document, is_component, texts_with_references
 from torchtune.config._errors import ArgumentError, InstantiationError
-from torchtune.config._interpolate import texts_with_references
-from torchtune.config._locate import as_written, locate
 from torchtune.config._save import to_dict
-from torchtune.config._schema import build_settings, is_configurable, settings_fields, takes_component
+from torchtune.config._settings import is_configurable, settings_fields, takes_component
 from torchtune.utils import UserError
 
 
@@ -56,17 +55,12 @@ def instantiate(
         raise InstantiationError(f"instantiate needs a _component_ key: this node has {sorted(map(str, config))}")
     if caller_globals is None:
         caller_globals = sys._getframe(1).f_globals
-    node = _merge(_to_plain_dict(config), kwargs)
-    return _create(node, args, caller_globals)
-
-
-def _to_plain_dict(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
-    """Return ``config`` as a dict with interpolations resolved (relative to the parents of a ``DictConfig``)."""
-    if isinstance(config, dict):
-        if not texts_with_references(config):
-            return config  # OmegaConf is slow, and copies what it holds
+    # Only OmegaConf resolves references, but it is slow and copies what it holds: a dict without references skips it.
+    if isinstance(config, dict) and texts_with_references(config):
         config = OmegaConf.create(config, flags={"allow_objects": True})
-    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
+    if isinstance(config, DictConfig):
+        config = OmegaConf.to_container(config, resolve=True)
+    return _create(_merge(config, kwargs), args, caller_globals)
 
 
 def _merge(node: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +85,22 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
         return from_node(component, values, *args)
     if not callable(component):
         raise InstantiationError(f"'{name}' is a {type(component).__name__}, not a class or function")
-    arguments = {key: _build_argument(component, key, value, caller_globals) for key, value in values.items()}
+    arguments = {}
+    for key, value in values.items():
+        items: list[Any] = [value]
+        if type(value) is dict:
+            items += value.values()
+        elif type(value) is list:
+            items += value
+        # Reading the annotations takes long, and most arguments hold no component.
+        if any(map(is_component, items)) and takes_component(_annotation(component, key)):
+            arguments[key] = value  # the component instantiates these nodes itself
+        else:
+            arguments[key] = _build_nested(value, caller_globals)
     try:
         return component(*args, **arguments)
     except ValueError as error:
-        # One from deeper inside is no matter of the arguments, and keeps its traceback.
+        # An error of code that the component calls is likely not about the arguments, and keeps its traceback.
         if isinstance(error, UserError) or not _is_raised_by(component, error):
             raise
         raise ArgumentError(f"{name}: {error}") from error
@@ -111,19 +116,6 @@ def _is_raised_by(component: Any, error: ValueError) -> bool:
     raising_module = frames[-1].f_globals.get("__name__")
     classes = getattr(component, "__mro__", [component])
     return raising_module in [getattr(cls, "__module__", None) for cls in classes]
-
-
-def _build_argument(component: Any, key: str, value: Any, caller_globals: dict[str, Any]) -> Any:
-    """Instantiate the components inside an argument, unless the parameter is annotated with ``Component``."""
-    items: list[Any] = [value]
-    if type(value) is dict:
-        items += value.values()
-    elif type(value) is list:
-        items += value
-    # Reading the annotations takes long, and most arguments hold no component.
-    if any(map(is_component, items)) and takes_component(_annotation(component, key)):
-        return value
-    return _build_nested(value, caller_globals)
 
 
 def _annotation(component: Any, key: str) -> Any:

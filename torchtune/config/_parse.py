@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
-from torchtune.config._check import Checker
-from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, iter_scalars, read_document
+from torchtune.config._check import Checker, build_settings
+from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, interpolate, iter_scalars, read_document
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._interpolate import interpolate
 from torchtune.config._recipe_check import (
     check_keys_are_read,
     explain_wrong_recipe,
@@ -25,8 +24,8 @@ from torchtune.config._recipe_check import (
     warn_unread,
 )
 from torchtune.config._save import keep_references
-from torchtune.config._schema import build_settings, describe_settings, settings_fields, settings_of
 from torchtune.config._secrets import escape, redact_secrets
+from torchtune.config._settings import describe_settings, settings_fields, settings_of
 from torchtune.utils import (
     LOST,
     ForeignPathError,

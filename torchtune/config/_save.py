@@ -9,10 +9,9 @@ from typing import Any
 
 import yaml
 
-from torchtune.config._document import Document, iter_scalars
+from torchtune.config._components import as_written
+from torchtune.config._document import Document, iter_scalars, resolve_texts, texts_with_references
 from torchtune.config._errors import KeyPath
-from torchtune.config._interpolate import resolve_texts, texts_with_references
-from torchtune.config._locate import as_written
 from torchtune.config._secrets import (
     MIN_REDACTED,
     REDACTED,

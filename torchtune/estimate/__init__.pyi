@@ -1,9 +1,7 @@
 from ._check_run import RunError as RunError
 from ._check_run import check_run as check_run
+from ._check_run import check_settings as check_settings
 from ._check_run import find_problems as find_problems
-from ._check_settings import check_settings as check_settings
-from ._devices import parse_cluster as parse_cluster
-from ._devices import parse_memory as parse_memory
 from ._extrapolate import estimate_run as estimate_run
 from ._fit import describe, find_fastest
 from ._plan import build_on_meta as build_on_meta
@@ -14,5 +12,7 @@ from ._plan import weights_memory as weights_memory
 from ._plan_data import measure, measure_data
 from ._plan_data import plan_data as plan_data
 from ._report import memory, summary
+from ._roofline import parse_cluster as parse_cluster
+from ._roofline import parse_memory as parse_memory
 from ._simulate import simulated_kind
 from ._simulated_inputs import SimulationError as SimulationError

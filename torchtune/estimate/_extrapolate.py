@@ -124,7 +124,12 @@ def estimate_run(
             ends = 1
             if processes > 1:  # FSDP prefetches a layer
                 ends = 2
-            choices = choose_layers(models, _group(cfg), ends=ends, first=_layers_before_offloading(cfg))
+            first = 0
+            if cfg.enable_activation_offloading:
+                # That many tensors wait for their copies to the host, so that the activations of these layers may all
+                # be on the device: a layer that is recomputed saves a single tensor.
+                first = OffloadActivations.MAX_FWD_STASH_SIZE + 2
+            choices = choose_layers(models, _group(cfg), ends=ends, first=first)
         runs = []
         for weight, layers in choices:
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
@@ -186,16 +191,6 @@ def _group(cfg: SettingsView) -> int:
     if cfg.ac_mode == "selective" and str(cfg.ac_option).isdigit():
         return int(cfg.ac_option)
     return 1
-
-
-def _layers_before_offloading(cfg: SettingsView) -> int:
-    """Return the number of first layers whose activations may all be on the device, although they are offloaded.
-
-    That many tensors wait for their copies to the host, and a layer that is recomputed saves a single one.
-    """
-    if not cfg.enable_activation_offloading:
-        return 0
-    return OffloadActivations.MAX_FWD_STASH_SIZE + 2
 
 
 def choose_layers(

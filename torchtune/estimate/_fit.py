@@ -17,11 +17,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from torchtune.config import SettingsView
-from torchtune.estimate._devices import Accelerator
 from torchtune.estimate._extrapolate import Estimate
 from torchtune.estimate._ledger import COMPONENTS
 from torchtune.estimate._plan import arrange, build_on_meta
-from torchtune.estimate._roofline import step_time
+from torchtune.estimate._roofline import Accelerator, step_time
 from torchtune.modules.moe import MoE
 from torchtune.supervision import StepPlan
 from torchtune.utils import UserError
@@ -254,7 +253,7 @@ class Search:
         measure: simulates overrides; raises if the run rejects them.
         report: called with a line of text for every candidate.
         has_experts: whether the model has experts.
-        known: simulated candidates by overrides; None if rejected.
+        simulated: simulated candidates by overrides; None if rejected.
     """
 
     settings: Any
@@ -264,14 +263,14 @@ class Search:
     measure: Callable[[tuple[str, ...]], Candidate]
     report: Callable[[str], None]
     has_experts: bool = False
-    known: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
+    simulated: dict[tuple[str, ...], Candidate | None] = field(default_factory=dict)
 
     def fitting(self, *, with_last_resorts: bool) -> list[Candidate]:
         """Return the simulated candidates that fit, fastest first; for ``with_last_resorts`` see :func:`candidates`."""
         initial = self._simulate(())
         singles = {}
         if initial is not None:  # otherwise there is nothing to compare them with
-            singles = self._simulate_singles(with_last_resorts=with_last_resorts)
+            singles = self._simulate_single_changes(with_last_resorts=with_last_resorts)
         costs = {changed: single.seconds / initial.seconds for changed, single in singles.items()}
         combinations = candidates(
             self.settings,
@@ -290,7 +289,7 @@ class Search:
             if initial is not None and initial.seconds * slowdown > fastest * CLOSE:
                 break
             if self._is_promising(overrides, singles, predicted):
-                if overrides not in self.known:
+                if overrides not in self.simulated:
                     simulations += 1
                 self._simulate(overrides)
         return sorted(self._list_fitting(), key=lambda candidate: candidate.seconds)
@@ -298,24 +297,24 @@ class Search:
     def _list_fitting(self) -> list[Candidate]:
         """Return the simulated candidates that fit."""
         fitting = []
-        for candidate in self.known.values():
+        for candidate in self.simulated.values():
             if candidate is not None and candidate.peak <= self.limit:
                 fitting.append(candidate)
         return fitting
 
     def _simulate(self, overrides: tuple[str, ...]) -> Candidate | None:
         """Simulate overrides, once; None if the run rejects them."""
-        if overrides not in self.known:
+        if overrides not in self.simulated:
             try:
-                self.known[overrides] = self.measure(overrides)
+                self.simulated[overrides] = self.measure(overrides)
             except UserError as error:
-                self.known[overrides] = None
+                self.simulated[overrides] = None
                 self.report(f"  refused: {' '.join(overrides)}: {error}")
             else:
-                self.report(describe(self.known[overrides], self.limit))
-        return self.known[overrides]
+                self.report(describe(self.simulated[overrides], self.limit))
+        return self.simulated[overrides]
 
-    def _simulate_singles(self, *, with_last_resorts: bool) -> dict[tuple[str, ...], Candidate]:
+    def _simulate_single_changes(self, *, with_last_resorts: bool) -> dict[tuple[str, ...], Candidate]:
         """Simulate each change of a single lever that is valid alone."""
         levers = _levers(
             SettingsView.of(self.settings),
@@ -349,7 +348,7 @@ class Search:
         if not self._is_valid(overrides):
             return False
         override_set = set(overrides)
-        initial = self.known[()]
+        initial = self.simulated[()]
         # A single change may have several overrides.
         single_changes = [single_change for single_change in singles if override_set.issuperset(single_change)]
         covered = set(itertools.chain(*single_changes))
@@ -425,18 +424,13 @@ def find_fastest(
         if fitting:
             fastest = fitting[0]
             return fastest, estimates[fastest.overrides]
-    raise UserError(_nothing_fits(limit, search))
-
-
-def _nothing_fits(limit: float, search: Search) -> str:
-    """Return the error message of a search without a result."""
-    simulated = [candidate for candidate in search.known.values() if candidate is not None]
+    simulated = [candidate for candidate in search.simulated.values() if candidate is not None]
     smallest = ""
     if simulated:
         nearest = min(simulated, key=lambda candidate: candidate.peak)
         changed = " ".join(nearest.overrides) or "the settings as configured"
         smallest = f"; the smallest needs {nearest.peak / 2**30:.1f} GiB, with {changed}"
-    return (
+    raise UserError(
         f"--fit: no candidate fits in {limit / 2**30:.1f} GiB{smallest}: use more or larger devices, shorter rows "
         "(tokenizer.max_seq_len) or adapters."
     )

@@ -203,7 +203,11 @@ class Ledger:
     def peaks(self) -> dict[Moment, Peak]:
         """Return the peak of each moment on the device, in order of first occurrence."""
         if self._set_up is not None:
-            self._start_from_set_up(self._set_up)
+            # Blocks that outlast a step count from the set-up on; see :meth:`end_step`.
+            for block in self.blocks:
+                outlasts_step = block.born <= self._step_end and (block.died is None or block.died > self._step_end)
+                if outlasts_step and block.component != "gradients":
+                    block.born = min(block.born, self._set_up + 1)
         highest: dict[Moment, int] = {}
         time_of_highest: dict[Moment, int] = {}
         for time, moment, size in self._timeline():
@@ -211,13 +215,6 @@ class Ledger:
                 highest[moment] = size
                 time_of_highest[moment] = time
         return {moment: self._peak(time) for moment, time in time_of_highest.items()}
-
-    def _start_from_set_up(self, set_up: int) -> None:
-        """Count blocks that outlast a step from the set-up on; see :meth:`end_step`."""
-        for block in self.blocks:
-            outlasts_step = block.born <= self._step_end and (block.died is None or block.died > self._step_end)
-            if outlasts_step and block.component != "gradients":
-                block.born = min(block.born, set_up + 1)
 
     def held(self, component: str, *, on_host: bool) -> int:
         """Return the peak bytes of a component on the device, or in host memory."""

@@ -35,6 +35,9 @@ _COPIES = (_aten.copy_.default, _aten._to_copy.default)
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _PLAIN = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 _LIBRARY = "torchtune"
+_TORCH = torch.__path__[0]
+# Elements of real tensors that an operator may compute with in a simulation.
+_MAX_REAL = 2**26
 _HERE = __file__.rpartition("/")[0]
 # (kind, ranks of the process group).
 Collective = tuple[str, tuple[int, ...]]
@@ -150,7 +153,8 @@ class Observer(TorchDispatchMode):
             first = args[0]
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
         # Small real tensors, such as counts and lengths, keep their values: outside of the fake mode.
-        if is_real and (packet is _aten.arange or (tensors and _is_small(tensors))):
+        is_small = sum(tensor.numel() for tensor in tensors) < _MAX_REAL
+        if is_real and (packet is _aten.arange or (tensors and is_small)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if packet in _IN_PLACE and isinstance(first, FakeTensor):
@@ -178,7 +182,7 @@ class Observer(TorchDispatchMode):
         """Record the memory and the work of an operator."""
         outputs = list(_tensors(out))
         for tensor in outputs:
-            self.see(tensor, func)
+            self.record_memory(tensor, func)
         work = self.work[self.step, self.ledger.phase]
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(work, func, args, kwargs, inputs)
@@ -220,7 +224,7 @@ class Observer(TorchDispatchMode):
             work.waiting[kind, ranks] += 1
             work.awaited[kind, ranks] += size
 
-    def see(self, tensor: torch.Tensor, func: Any = None) -> None:
+    def record_memory(self, tensor: torch.Tensor, func: Any = None) -> None:
         """Record the memory of a tensor."""
         for storage in storages(tensor):
             if storage._cdata in self.ledger._live:
@@ -231,19 +235,16 @@ class Observer(TorchDispatchMode):
                 operator = f"{func._schema.name.replace('::', '.')} {operator}"
             is_offloaded = self.offload and self.ledger.phase in ("set-up", "optimizer")
             on_host = is_on_host() or is_offloaded
-            self.ledger.add(storage, self._component(), operator, self._where(), on_host=on_host)
+            component = "activations"  # parameters, gradients and states are marked later
+            if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer"):
+                component = "other"
+            self.ledger.add(storage, component, operator, self._where(), on_host=on_host)
 
     def multiply(self, factor: float) -> None:
         """Multiply the work of forward and backward passes, to include micro-batches that were not run."""
         for (step, phase), work in self.work.items():
             if phase in ("forward", "backward"):
                 self.work[step, phase] = Work.combine([(factor, work)])
-
-    def _component(self) -> str:
-        """Return the component of new memory; parameters, gradients and states are marked later."""
-        if self.in_fsdp or self.ledger.phase in ("set-up", "optimizer"):
-            return "other"
-        return "activations"
 
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
@@ -254,7 +255,10 @@ class Observer(TorchDispatchMode):
             is_ours = file.startswith(_HERE)
             is_torch = f"{_TORCH}/" in file
             if not is_ours and not is_torch and not file.startswith("<"):
-                line = f"{_short(file)}:{frame.f_lineno}"
+                # The library's files with their folder, a recipe by its name.
+                _, library, path = file.rpartition(f"/{_LIBRARY}/")
+                name = f"{_LIBRARY}/{path}" if library else file.rpartition("/")[2]
+                line = f"{name}:{frame.f_lineno}"
                 break
             frame = frame.f_back
         if not self.path:
@@ -400,7 +404,7 @@ class Observer(TorchDispatchMode):
                     tensor.register_hook(lambda _: self.ledger.enter("backward", layer))
                     break
 
-    def loaded(self, model: torch.nn.Module, name: str) -> None:
+    def record_model(self, model: torch.nn.Module, name: str) -> None:
         """Record a model after its weights are loaded."""
         for path, module in model.named_modules():
             self._names[id(module)] = _any_layer(path or name)
@@ -412,7 +416,7 @@ class Observer(TorchDispatchMode):
                 sizes_beside = (sizes[position], sizes[position + 2])
                 self._layers[id(layer)] = f"{name} {kind} {index} {sizes_beside}"
         for parameter in model.parameters():
-            self.see(parameter)
+            self.record_memory(parameter)
             self._parameters.add(id(parameter))
             self.ledger.mark(parameter, "parameters", on_host=self.offload)
             if parameter.requires_grad:
@@ -454,11 +458,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors(item)
-
-
-def _is_small(tensors: list[torch.Tensor]) -> bool:
-    """Return whether real tensors are small enough to compute with."""
-    return sum(tensor.numel() for tensor in tensors) < 2**26
 
 
 def _is_view(func: Any) -> bool:
@@ -509,19 +508,15 @@ def _depthwise_backward_flops(grad: torch.Tensor, weight: torch.Tensor, needs_gr
     return 2 * grad.numel() * weight.shape[-1] * sum(needs_gradient[:2])
 
 
-def _lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
-    """Return the lengths of the documents in a row; all tokens are one document if they are unknown."""
-    if isinstance(cu_seqlens, FakeTensor):
-        return [total]
-    with unset_fake_temporarily():
-        return cu_seqlens.diff().tolist()
-
-
 def _attention_flops(products: int, q: torch.Tensor, cu_seqlens: torch.Tensor, window: int) -> int:
     """Return the FLOPs of an attention with a number of products of queries and keys; ``q`` is ``[tokens, h, d]``."""
     tokens, heads, head_dim = q.shape[:3]
+    lengths = [tokens]  # one document, if the lengths of documents are unknown
+    if not isinstance(cu_seqlens, FakeTensor):
+        with unset_fake_temporarily():
+            lengths = cu_seqlens.diff().tolist()
     pairs = 0
-    for length in _lengths(cu_seqlens, tokens):
+    for length in lengths:
         pairs += attention_pairs(length, window or None)
     return 2 * products * pairs * heads * head_dim
 
@@ -559,12 +554,3 @@ _CUSTOM_FLOPS: dict[str, Callable[..., int]] = {
     "torchtune.grouped_rows": lambda x, weight, counts: 2 * x.shape[0] * weight.shape[1] * weight.shape[2],
     "torchtune.grouped_weights": lambda x, grad, counts: 2 * x.shape[0] * x.shape[1] * grad.shape[1],
 }
-_TORCH = torch.__path__[0]
-
-
-def _short(file: str) -> str:
-    """Return a path relative to the library's folder, or the name of the file."""
-    _, separator, path = file.rpartition(f"/{_LIBRARY}/")
-    if not separator:
-        return file.rpartition("/")[2]
-    return f"{_LIBRARY}/{path}"

@@ -19,9 +19,10 @@ from torchtune.datasets import (
     preview,
 )
 from torchtune.estimate._plan import arrange, context_length
+from torchtune.models import is_classifier
 from torchtune.supervision import StepPlan, explain_no_validation
 from torchtune.training import find_task
-from torchtune.utils import local_path, read_json
+from torchtune.utils import local_path
 
 # Maximum rows per source that are tokenized for an estimate; takes about a second.
 SAMPLE = 2000
@@ -108,7 +109,11 @@ def measure_data(settings: Any, processes: int = 1, sample: int = SAMPLE) -> Dat
             unused = explain_no_validation(cfg, plan.count_steps(per_epoch))
             if unused is not None:
                 validation += f"; {unused}"
-        _try_schedule(cfg, plan.count_steps(per_epoch))
+        # The schedule is built, so that it can warn about the number of steps.
+        full_rate = cfg.optimizer.get("lr", 0.1)  # any, where the optimizer has a default
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full_rate)
+        num_steps = plan.count_steps(per_epoch)
+        config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=num_steps, last_epoch=-1)
         steps = plan.describe_steps(per_epoch)
         if train.text.startswith("about"):  # the rows are estimated, and so are the steps
             steps = f"about {steps}"
@@ -247,10 +252,14 @@ def _shared_rows(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | 
 def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int | None) -> None:
     """Raise the errors of a run about a classifier's labels; they are checked only if all rows were read.
 
-    The classes of a checkpoint that is a classifier already are not known here, so they are left to the run.
+    The classes of a checkpoint that is a classifier already, or may be one, are not known here: they are left to the
+    run.
     """
     num_outputs = cfg.model.get("num_classes")
-    if num_outputs is None or _starts_from_classifier(cfg):
+    if num_outputs is None:
+        return
+    folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
+    if is_classifier(folder) or not (folder / "config.json").is_file():
         return
     datasets_val = []
     try:
@@ -262,20 +271,3 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
         return
     if seen.read == seen.total:
         find_task(datasets, datasets_val, config.instantiate(cfg.loss), num_outputs=num_outputs)
-
-
-def _starts_from_classifier(cfg: SettingsView) -> bool:
-    """Return whether the checkpoint is a classifier, or may be one because nothing is known of it."""
-    folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        return True
-    names = read_json(config_file).get("architectures") or []
-    return any(str(name).endswith("ForSequenceClassification") for name in names)
-
-
-def _try_schedule(cfg: SettingsView, steps: int) -> None:
-    """Build the schedule, so that it can warn about the number of steps."""
-    full_rate = cfg.optimizer.get("lr", 0.1)  # any, where the optimizer has a default
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=full_rate)
-    config.instantiate(cfg.lr_scheduler, optimizer, num_training_steps=steps, last_epoch=-1)

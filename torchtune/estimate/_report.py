@@ -4,10 +4,9 @@ import math
 from collections import Counter
 
 from torchtune.estimate import _roofline
-from torchtune.estimate._devices import Accelerator
 from torchtune.estimate._extrapolate import Estimate
 from torchtune.estimate._ledger import COMPONENTS, Peak
-from torchtune.estimate._roofline import step_time
+from torchtune.estimate._roofline import Accelerator, step_time
 from torchtune.supervision import StepPlan
 from torchtune.training.memory import resident_bytes
 from torchtune.utils import parse_device

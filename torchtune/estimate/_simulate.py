@@ -110,7 +110,7 @@ def simulate(
             name = "model"
             if num_loads > 1:
                 name += f" {num_loads}"
-            observer.loaded(model, name)
+            observer.record_model(model, name)
 
         stack.enter_context(_set(_simulated_inputs.built, models or {}))
         stack.enter_context(_set(_simulated_inputs.before_load, begin))

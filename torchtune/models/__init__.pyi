@@ -9,6 +9,7 @@ from ._from_hf_config import stored_dtype as stored_dtype
 from ._from_hf_config import text_config as text_config
 from ._from_hf_config import text_prefixes as text_prefixes
 from ._from_hf_config import with_text_config as with_text_config
+from ._hf_config import is_classifier
 from ._image_transform import ImageTextTransform as ImageTextTransform
 from ._image_transform import checkpoint_tokenizer as checkpoint_tokenizer
 from ._image_transform import image_text_transform as image_text_transform

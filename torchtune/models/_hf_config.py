@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torchtune.models._description import Description, ModelError
@@ -18,6 +19,7 @@ from torchtune.models._hf_fields import (
 )
 from torchtune.models._hf_rope import read_rope, write_rope_by_layer_type, write_scaling
 from torchtune.models._rope_scaling import LongRopeScaling
+from torchtune.utils import read_json
 
 # Fields in which null means absent, so that HFFormat.defaults apply.
 _NEVER_NULL = ("rope_theta", "rope_local_base_freq", "rope_parameters", "hidden_size_per_layer_input")
@@ -361,9 +363,20 @@ class HFFormat:
         return config
 
 
+def is_classifier(folder: str | Path) -> bool:
+    """Return whether a folder holds a classifier or a reward model, as its ``config.json`` says; False without one."""
+    config_file = Path(folder).expanduser() / "config.json"
+    return config_file.is_file() and _describes_classifier(read_json(config_file))
+
+
+def _describes_classifier(config: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` is that of a classifier or a reward model."""
+    return (architecture_of(config) or "").endswith(_CLASSIFIER)
+
+
 def _read_classes(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Read number and names of the classes, with the defaults of ``transformers``; no class for a language model."""
-    if not (architecture_of(config) or "").endswith(_CLASSIFIER):
+    if not _describes_classifier(config):
         return {"num_classes": 0}
     labels = fields.peek("id2label")
     if not isinstance(labels, dict):

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 
 from tests.serving import JSONHandler, serving
-from torchtune._cli import _machine
+from torchtune._cli import doctor
 from torchtune.modules.kernels import KERNELS
 
 
@@ -91,8 +91,8 @@ def test_optional_packages_name_their_extra(monkeypatch):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", without_wandb)
-    findings = _machine.Findings()
-    assert "not installed: wandb (pip install 'torchtune[wandb]')" in _machine._packages(findings)
+    findings = doctor.Findings()
+    assert "not installed: wandb (pip install 'torchtune[wandb]')" in doctor._packages(findings)
     assert not findings.problems
 
 
@@ -101,17 +101,17 @@ def test_a_checkout_that_is_not_installed_says_so(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", is_not_installed)
-    (line,) = _machine._packages(_machine.Findings())
+    (line,) = doctor._packages(doctor.Findings())
     assert line == "not compared with the requirements of torchtune, which is not installed: pip install -e ."
 
 
 @pytest.mark.usefixtures("offline")
 def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3), raising=False)
-    monkeypatch.setattr(_machine, "_file_system", lambda path: "nfs4")
-    monkeypatch.setattr(_machine, "has_fast_matmul", lambda dtype, device: dtype == torch.float32)
+    monkeypatch.setattr(doctor, "_file_system", lambda path: "nfs4")
+    monkeypatch.setattr("torchtune.training.precision.has_fast_matmul", lambda dtype, device: dtype == torch.float32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    warnings = "\n".join(_machine.examine(tmp_path).warnings)
+    warnings = "\n".join(doctor.examine(tmp_path).warnings)
     assert "dtype=bf16 on cpu: emulated" in warnings
     assert "3 cores" in warnings
     assert "1 threads on 3 cores: unset or raise OMP_NUM_THREADS" in warnings
@@ -120,7 +120,7 @@ def test_reasons_for_slow_runs_are_named(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("offline")
 def test_warnings_do_not_change_the_exit_code(tune, tmp_path, monkeypatch):
-    monkeypatch.setattr(_machine, "_SMALL_DISK", float("inf"))
+    monkeypatch.setattr(doctor, "_SMALL_DISK", float("inf"))
     result = tune("doctor", "--output", str(tmp_path))
     warnings = "\n".join(rows(result.out)["warnings"])
     assert result.code == 0
@@ -129,7 +129,7 @@ def test_warnings_do_not_change_the_exit_code(tune, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/proc/mounts"), reason="needs /proc/mounts")
 def test_the_file_system_is_that_of_the_innermost_mount():
-    assert _machine._file_system(_machine.Path("/proc/self")) == "proc"
+    assert doctor._file_system(doctor.Path("/proc/self")) == "proc"
 
 
 def test_access_to_the_hub_is_described(hub, tune, tmp_path, monkeypatch):

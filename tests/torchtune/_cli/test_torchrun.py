@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from torchtune._cli import run, tune
-from torchtune._cli._run_command import SHUTDOWN_TIMEOUT, count_processes, parse_command, torchrun_arguments
+from torchtune._cli.subcommand import SHUTDOWN_TIMEOUT, count_processes, parse_command, torchrun_arguments
 from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
 
 RECIPE = """

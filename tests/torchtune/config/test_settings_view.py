@@ -15,7 +15,7 @@ from torchtune._cli import tune
 from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
 from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
-from torchtune.config._settings_view import NAMES
+from torchtune.config._settings import KNOWN_SETTINGS
 from torchtune.estimate import check_run, find_problems, plan_run
 from torchtune.supervision import StepPlan, watch_run
 from torchtune.training import RunReport
@@ -156,8 +156,8 @@ def test_the_batch_of_ppo_is_the_rows_of_a_step(num_steps, max_steps):
 
 def test_every_name_is_a_setting_of_a_shipped_recipe():
     shipped = set().union(*(settings_of_recipe(recipe) for recipe in get_all_recipes()))
-    assert NAMES - shipped == {"recipe"}
-    with pytest.raises(AttributeError, match="add it to NAMES"):
+    assert KNOWN_SETTINGS - shipped == {"recipe"}
+    with pytest.raises(AttributeError, match="add it to KNOWN_SETTINGS"):
         _ = SettingsView({}).batchsize
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.torchtune.config.assets import parts
-from torchtune.config._signatures import accepts
+from torchtune.config._components import accepts
 from torchtune.models.phi4 import phi4_tokenizer
 
 

@@ -1,28 +1,63 @@
-"""State of this machine, for ``tune doctor``."""
+"""``tune doctor``: devices, memory, disks, packages and access to the hub of this machine."""
 
+import argparse
 import os
 import platform
 import shutil
+import sys
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from packaging.requirements import Requirement
-
+from torchtune._cli.subcommand import Subcommand
 from torchtune._hub import describe_access, hub_cache
-from torchtune.datasets import cache_path
-from torchtune.modules.kernels import KERNELS, describe_kernels
-from torchtune.modules.kernels.attention import attention_limits, describe_attention
-from torchtune.training.precision import has_fast_matmul
-from torchtune.utils import UserError, find_device, first_line, get_device_support, has_cpp_compiler
+from torchtune.utils import UserError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 _DEVELOPMENT = {"test", "docs", "bench"}  # extras that runs do not use
 _NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "beegfs", "gpfs", "glusterfs", "fuse.sshfs", "afs")
 _SMALL_DISK = 10 * 2**30
 _FEW_CORES = 4
+
+
+class Doctor(Subcommand):
+    """Subcommand that reports devices, packages and disks of this machine, warnings and problems."""
+
+    name = "doctor"
+    help = "Check devices, packages, disks and the hub, and name what will be slow"
+    description = (
+        "Check this machine: devices, memory, disks, packages and access to the hub. Nothing is\n"
+        "downloaded. The exit code is 0 if training can run, else 1."
+    )
+    epilog = """
+        examples:
+          $ tune doctor
+          $ tune doctor --output /shared/runs
+    """
+
+    def _add_arguments(self) -> None:
+        self._parser.add_argument("--output", type=Path, default=Path("/tmp"), help="folder for runs (/tmp)")
+
+    def _run(self, args: argparse.Namespace) -> None:
+        from torchtune.config import redact_secrets
+
+        findings = examine(args.output.expanduser())
+        for name, texts in (
+            *findings.facts,
+            ("warnings", findings.warnings or ["none"]),
+            ("problems", findings.problems or ["none: training can run"]),
+        ):
+            label = name
+            for text in texts:
+                print(f"{label:<12}{redact_secrets(text)}")
+                label = ""  # only the first line has it
+        sys.stdout.flush()
+        if findings.problems:
+            sys.exit(1)
 
 
 @dataclass
@@ -36,6 +71,12 @@ class Findings:
 
 def examine(output: Path) -> Findings:
     """Examine this machine; ``output`` is the folder for runs."""
+    import torch
+
+    from torchtune.modules.kernels import describe_kernels
+    from torchtune.modules.kernels.attention import describe_attention
+    from torchtune.utils import get_device_support
+
     findings = Findings()
     device = torch.device(get_device_support().device_type)
     findings.facts = [
@@ -53,6 +94,12 @@ def examine(output: Path) -> Findings:
 
 def _devices(findings: Findings) -> list[str]:
     """Run a small training step on each device, and describe the devices."""
+    import torch
+
+    from torchtune.modules.kernels.attention import attention_limits
+    from torchtune.training.precision import has_fast_matmul
+    from torchtune.utils import find_device, get_device_support
+
     kind = get_device_support().device_type
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
@@ -87,8 +134,10 @@ def _devices(findings: Findings) -> list[str]:
     return lines
 
 
-def _try_step(device: torch.device) -> None:
+def _try_step(device: "torch.device") -> None:
     """Run forward and backward of one matrix product."""
+    import torch
+
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     (weight @ weight).sum().backward()
     if not torch.isfinite(weight.grad).all():
@@ -97,6 +146,10 @@ def _try_step(device: torch.device) -> None:
 
 def _warn_of_slow_cpu(cores: int, findings: Findings) -> None:
     """Warn of what makes training on this CPU slow, and of a GPU that is not used."""
+    import torch
+
+    from torchtune.utils import has_cpp_compiler
+
     findings.warnings.append("training without a GPU: choose models of less than a billion parameters")
     if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists():
         build = "a build without CUDA" if torch.version.cuda is None else "a build that the driver does not support"
@@ -125,6 +178,8 @@ def _memory() -> list[str]:
 
 def _disks(output: Path, findings: Findings) -> list[str]:
     """Describe the disks of runs, of cached rows, and of downloaded models."""
+    from torchtune.datasets import cache_path
+
     lines = []
     for use, folder in (("runs", output), ("rows", cache_path()), ("hub", hub_cache())):
         folder = folder.absolute()
@@ -165,6 +220,12 @@ def _file_system(path: Path) -> str:
 
 def _packages(findings: Findings) -> list[str]:
     """Compare the installed packages with the requirements of the library and its extras."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    from torchtune.modules.kernels import KERNELS
+
     try:
         library = metadata.distribution("torchtune")
     except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
