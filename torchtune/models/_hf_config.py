@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtune.models._description import Description, ModelError
+from torchtune.models._description import Description, LongRopeScaling, ModelError
 from torchtune.models._hf_fields import (
     HF_ACTIVATION_NAMES,
     HF_ACTIVATIONS,
@@ -17,7 +17,6 @@ from torchtune.models._hf_fields import (
     write_layer_types,
 )
 from torchtune.models._hf_rope import read_rope, write_rope_by_layer_type, write_scaling
-from torchtune.models._rope_scaling import LongRopeScaling
 
 # Fields in which null means absent, so that HFFormat.defaults apply.
 _NEVER_NULL = ("rope_theta", "rope_local_base_freq", "rope_parameters", "hidden_size_per_layer_input")

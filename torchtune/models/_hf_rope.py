@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, is_number, is_whole
-from torchtune.models._rope_scaling import (
+from torchtune.models._description import (
+    Description,
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ModelError,
     ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
+from torchtune.models._hf_fields import Fields, is_number, is_whole
 
 # Pre-training context length, beside the parameters of a scaling or at the top level of a file.
 _ORIGINAL_FIELD = "original_max_position_embeddings"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtune.models._description import ModelError
+from torchtune.models._description import ImageTextDescription, ModelError, VisionDescription
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import (
     HF_ACTIVATION_NAMES,
@@ -16,7 +16,6 @@ from torchtune.models._hf_fields import (
     is_whole,
     no_values,
 )
-from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 
 # Fields with ids of tokens around images and of other media, which are not read.
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}

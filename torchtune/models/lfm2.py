@@ -6,21 +6,14 @@ Most layers are gated short convolutions; the others have attention.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    ShortConvMixer,
-    family,
-    layers_of_type,
-    mixers,
-    model_builders,
-    renamed,
-    require_silu,
-    write_layer_types,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
+from torchtune.models._hf_layers import require_silu
+from torchtune.models._mixers import ShortConvMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, mixers, renamed
 
 RENAMED = {
     "model.norm.": "model.embedding_norm.",

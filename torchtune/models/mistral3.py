@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
-from torchtune.models._family import (
-    HF_INTERLEAVED,
-    MISTRAL,
-    Fields,
-    FlatPatches,
-    Row,
-    attention_names,
-    gated_names,
-    module_rows,
-)
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import ImageTextDescription
+from torchtune.models._hf_config import MISTRAL
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import ImageProcessor, Plan
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_INTERLEAVED, attention_names, gated_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 from torchtune.models.ministral3 import FORMAT as MINISTRAL
 
 

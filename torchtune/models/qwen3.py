@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.models._family import GGUF, HF_HALF, QWEN3, Builder, family, model_builders
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, model_builders, tokenizer_builder
+from torchtune.models._hf_config import QWEN3
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_HALF
 from torchtune.models.qwen2 import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
     ENDOFTEXT,

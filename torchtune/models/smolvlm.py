@@ -10,9 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
-from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import LANCZOS, Plan, TiledImageProcessor
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_INTERLEAVED, attention_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 
 _LARGEST = 4096
 _AROUND = "<fake_token_around_image>"
