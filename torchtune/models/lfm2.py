@@ -48,18 +48,15 @@ def read_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {**read_layers(fields), "intermediate_dim": _read_intermediate_dim(fields)}
-
-
-def _read_intermediate_dim(fields: Fields) -> int:
-    width = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
+    values = read_layers(fields)
+    intermediate_dim = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
     factor = fields.take("block_ffn_dim_multiplier", 1.0)
     multiple = fields.take("block_multiple_of", 256)
-    if not fields.take("block_auto_adjust_ff_dim", True):
-        return width
-    # As in Llama: two thirds, times a factor, rounded up to a multiple.
-    adjusted = int(factor * int(2 * width / 3))
-    return -(-adjusted // multiple) * multiple
+    if fields.take("block_auto_adjust_ff_dim", True):
+        # As in Llama: two thirds, times a factor, rounded up to a multiple.
+        adjusted = int(factor * int(2 * intermediate_dim / 3))
+        intermediate_dim = -(-adjusted // multiple) * multiple
+    return {**values, "intermediate_dim": intermediate_dim}
 
 
 def write_layers(d: Description) -> dict[str, Any]:
