@@ -286,7 +286,7 @@ class Group:
             shapes: shapes of the external tensors, in the order of ``external``.
             source: reads a slice of an external tensor.
         """
-        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
+        for part in self.external_slices(name, slices, shapes):
             part.fill(target, source(self.external[part.external], part.slices))
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
@@ -594,21 +594,17 @@ def _holds(condition: str, description: Description, layer: int | None) -> bool:
     return not holds if is_negated else holds
 
 
-def _layer_placeholder(row: Row) -> str | None:
-    """Return the placeholder of a row that numbers layers of a decoder or a tower, if it has one."""
-    for placeholder in _LAYERS:
-        if any(f"{{{placeholder}}}" in template for template in row.tune_templates):
-            return placeholder
-    return None
-
-
 # Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
+    """Return the table of a weight map for one model: a group for each row, and for each layer that has the row."""
     groups = []
     for row in weight_map.rows:
         conditions = row.when.split()
-        placeholder = _layer_placeholder(row)
+        placeholder = None  # of the row, if its names have the number of a layer of the decoder or of a tower
+        for key in _LAYERS:
+            if any(f"{{{key}}}" in template for template in row.tune_templates):
+                placeholder = key
         layers: Sequence[int | None] = [None]  # a row without layers makes one group
         if placeholder is not None:
             layers = range(attrgetter(_PLACEHOLDERS[placeholder])(description))
@@ -647,6 +643,7 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
 
 @lru_cache(maxsize=32)
 def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune_prefix: str) -> WeightMap:
+    """See :meth:`WeightMap.prefixed`; cached, because :func:`_expand` is cached by the map."""
     external_prefixes = dict(prefixes)
     rows = []
     for row in weight_map.rows:
@@ -671,6 +668,7 @@ def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune
 
 @lru_cache(maxsize=32)
 def _derive_peft(weight_map: WeightMap) -> WeightMap:
+    """See :meth:`WeightMap.peft`; cached like :func:`_prefixed`."""
     rows = []
     for row in weight_map.rows:
         rows += row.op.peft_rows(row)
