@@ -114,7 +114,7 @@ class _ConfigCheckpointer(CheckpointStore):
         """
         if not self.should_load_recipe_state:
             return {MODEL_KEY: self._read_model(self.source().open())}
-        newest = self._newest()
+        newest = self._newest_with_state()
         adapter = newest / _ADAPTER_PT
         state_dicts: dict[str, Any] = {}
         if adapter.is_file():
@@ -238,8 +238,8 @@ class _ConfigCheckpointer(CheckpointStore):
             settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
             write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
 
-    def _newest(self) -> Path:
-        """Return the newest complete checkpoint; for earlier releases, the one with the largest number."""
+    def _newest_with_state(self) -> Path:
+        """Return the newest checkpoint with a recipe's state; without complete ones, the largest number decides."""
         output_dir = self.require_output_dir()
         checkpoints = complete_directories(output_dir)
         if not checkpoints:

@@ -51,7 +51,6 @@ from torchtune.models import (
     text_config,
     with_text_config,
 )
-from torchtune.modules.conversion import get_conversions
 from torchtune.modules.peft import has_adapters
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
 from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor
@@ -426,7 +425,13 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
             tensors = [view.renamed_parameter(name, name, turn) for turn, name in enumerate(names)]
             files.append(TensorFile(adapter_dir + file, tensors))
         if view.owned_files:
-            index = {"base_model_name_or_path": base_name, "conversions": _conversions_of_owned_files(view)}
+            conversions = {}  # the class of the conversion of each file
+            for conversion in view.conversions:
+                cls = type(conversion)
+                file = f"adapter_{cls.__name__}.safetensors"
+                if file in view.owned_files:
+                    conversions[file] = f"{cls.__module__}.{cls.__qualname__}"
+            index = {"base_model_name_or_path": base_name, "conversions": conversions}
             json_files[adapter_dir + OWNED_INDEX] = index
     json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_text_decoder=is_text_decoder)
     return Export(source, folder, files, json_files, generates=not description.is_classifier)
@@ -446,15 +451,6 @@ def _other_tensors(enclosing: TextDecoderFiles, ranks: Ranks) -> list[TensorGrou
         is_writer = ranks.rank == turn % ranks.size
         groups.append(TensorGroup({name: spec}, partial(read, name, is_writer), spec.itemsize))
     return groups
-
-
-def _conversions_of_owned_files(view: SaveView) -> dict[str, str]:
-    """Return the class of the conversion of each file of :attr:`ModelWeights.owned_files`."""
-    classes = {}
-    for conversion in get_conversions(view.model):
-        cls = type(conversion)
-        classes[f"adapter_{cls.__name__}.safetensors"] = f"{cls.__module__}.{cls.__qualname__}"
-    return {file: classes[file] for file in view.owned_files}
 
 
 def adapter_tensors(
