@@ -201,7 +201,12 @@ def _load(
 
     # The model, converted before any weight exists.
     torch_device = utils.get_device(None if device is None else str(device))
-    with training.set_default_dtype(_choose_dtype(dtype, folder, torch_device)), torch.device("meta"):
+    dtype_name = dtype
+    if isinstance(dtype, torch.dtype):
+        dtype_name = training.precision.DTYPE_NAMES.get(dtype, str(dtype))
+    # By default, it is the dtype of the checkpoint if the device computes it fast.
+    _, weight_dtype = training.choose_dtype(dtype_name, torch_device, stored_dtype(folder) or torch.float32)
+    with training.set_default_dtype(weight_dtype), torch.device("meta"):
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
@@ -292,12 +297,3 @@ def _find_base_model(folder: Path) -> tuple[Path, str | None]:
             f"The adapter in {folder} names a base that is not there: correct its base_model_name_or_path, or load the "
             f"base with adapter={folder}. {error}"
         ) from error
-
-
-def _choose_dtype(dtype: str | torch.dtype | None, folder: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype of the weights: the given one, or the checkpoint's if the device computes it fast."""
-    name = dtype
-    if isinstance(dtype, torch.dtype):
-        name = training.precision.DTYPE_NAMES.get(dtype, str(dtype))
-    _, torch_dtype = training.choose_dtype(name, device, stored_dtype(folder) or torch.float32)
-    return torch_dtype

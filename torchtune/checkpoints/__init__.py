@@ -21,9 +21,21 @@ One word per thing, in this package and its messages:
   schedules, positions and random number generators, which a resume needs besides the weights. **Export**: the files of
   one model in a checkpoint, as other libraries load them.
 
-On its way into a model, a tensor passes ``_checkpoint_store`` and ``_load`` (which weight it is), ``_weight_files``
-(its slice), and ``_model_weights`` (the shard of this rank); on its way back ``_checkpoint_store``, ``_export`` (which
-files), ``_model_weights`` and ``_save`` (all ranks write).
+The way of a weight from its file into a model, in the order of reading:
+
+1. ``_checkpoint_store``: ``CheckpointStore.load_model``, on all ranks.
+2. ``_load``: ``ModelSource.load`` opens the files, and ``load_base`` fills one weight after another.
+3. ``_weight_files``: ``open_weight_files`` finds the format; ``WeightFiles.read`` returns a slice of a tensor.
+4. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups; ``Group.read`` copies a slice of a weight
+   from the slices of the external tensors that hold it.
+5. ``_model_weights``: ``ModelWeights.fill`` asks for the slice of this rank, straight into its shard.
+
+And back into a file:
+
+1. ``_checkpoint_store``: ``CheckpointStore.save`` describes all files before it writes any.
+2. ``_export``: ``export_model`` distributes groups among files; ``SaveView.tensor_group`` computes, from the shard of
+   this rank, the slices of external tensors that it contributes.
+3. ``_save``: ``Saver.save`` sends the slices to the rank that writes the file, group by group.
 """
 
 from torchtune._lazy import attach_stub

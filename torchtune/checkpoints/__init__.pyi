@@ -26,14 +26,14 @@ from ._checkpointers import update_state_dict_for_classifier as update_state_dic
 from ._directories import BEST, MARKER, best_checkpoint, best_record, complete_directories, newest_record
 from ._directories import checkpoints_in as checkpoints_in
 from ._directories import verify_checkpoint as verify_checkpoint
-from ._export import check_savable_tokenizer
+from ._export import Contents, check_savable_tokenizer
+from ._export import checkpoint_contents as checkpoint_contents
 from ._gguf import GGUFFile as GGUFFile
 from ._gguf_convert import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
 from ._load import StreamedSource
-from ._model_weights import Contents, ModelWeights, materialize
-from ._model_weights import checkpoint_contents as checkpoint_contents
+from ._model_weights import ModelWeights, materialize
 from ._module_checkpointer import ModuleCheckpointer as ModuleCheckpointer
 from ._quantize import check_quantizer as check_quantizer
 from ._quantize import quantize_checkpoint as quantize_checkpoint

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,20 @@ from torchtune.checkpoints._adapter_settings import (
     ADAPTER_CONFIG_FILE,
     LORA_A,
     PEFT_ALPHA,
-    adapted_modules,
-    adapter_settings,
     check_settings,
     init_from_base,
     module_of,
-    modules_to_save,
     rank_and_alpha_in_file,
     read_settings,
-    token_indices,
 )
 from torchtune.checkpoints._model_weights import (
     ModelWeights,
-    SaveView,
     groups_by_external_name,
-    groups_by_weight,
     parent_modules,
     spec_and_description,
 )
-from torchtune.checkpoints._save import TensorGroup
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
-    TextDecoderFiles,
     WeightFiles,
     check_exists,
     open_weight_files,
@@ -47,7 +38,6 @@ from torchtune.checkpoints._weight_files import (
 )
 from torchtune.models import (
     PEFT_PREFIX,
-    Description,
     ExpertAdapter,
     FusedAdapter,
     Group,
@@ -55,7 +45,6 @@ from torchtune.models import (
     ModelSpec,
     WeightMap,
     WeightMapError,
-    module_prefixes,
     rename_prefix,
     text_prefixes,
 )
@@ -383,7 +372,13 @@ def _read_adapter(
     tensors = dict(files.stream())
     spec, description = weights.spec_and_description
     if not any(name.startswith(PEFT_PREFIX) for name in tensors):
-        yield from _of_older_checkpoint(tensors, spec, description)
+        # An older checkpoint has this library's names of its time: some modules were renamed since.
+        renamed_modules = {}
+        for group in spec.weight_maps.get("earlier", WeightMap(())).groups(description):
+            former_module = group.external[0].removesuffix("weight")
+            renamed_modules[former_module] = group.tune[0].removesuffix("weight")
+        for name, tensor in tensors.items():
+            yield rename_prefix(name, renamed_modules), tensor
         return
     # An adapter of a model of text and images has the text decoder's names behind a prefix.
     prefixes = _text_decoder_prefixes(spec, tensors)
@@ -452,18 +447,6 @@ def _is_trained_whole(weights: ModelWeights, external: str) -> bool:
         return source in weights.trained_whole
     group = weights.module_groups.get(external)
     return group is not None and set(group.tune).issubset(weights.trained_whole)
-
-
-def _of_older_checkpoint(
-    tensors: Mapping[str, torch.Tensor], spec: ModelSpec, description: Description
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors that have this library's names; modules that were renamed since get their present names."""
-    renamed_modules = {}
-    for group in spec.weight_maps.get("earlier", WeightMap(())).groups(description):
-        former_module = group.external[0].removesuffix("weight")
-        renamed_modules[former_module] = group.tune[0].removesuffix("weight")
-    for name, tensor in tensors.items():
-        yield rename_prefix(name, renamed_modules), tensor
 
 
 def _adapter_weight_map(spec: ModelSpec, names: Collection[str]) -> WeightMap:
@@ -545,90 +528,6 @@ def _check_rank(weights: ModelWeights, group: Group, name: str, tensor: torch.Te
             f"{file}: the tensor '{name}' has the shape {list(tensor.shape)} where the model needs {list(expected)}: "
             "the adapter is of another rank or of another model."
         )
-
-
-def adapter_tensors(
-    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None
-) -> tuple[list[TensorGroup], dict[str, Any]]:
-    """Return the adapter in PEFT's layout: its tensors to write, and the contents of ``adapter_config.json``.
-
-    Args:
-        view: view of a model that has a conversion with a ``peft_config``.
-        base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
-        enclosing: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
-            modules of the composite model. None for any other model.
-
-    Raises:
-        CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
-    """
-    if not view.owned:
-        raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
-    spec, description = view.spec_and_description
-    prefixes = {}
-    if enclosing is not None:
-        prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
-    weight_map = spec.weight_map("hf")
-    adapter_groups = view.adapter_groups
-    if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
-        weight_map = spec.weight_maps.get("hf_fused", weight_map)
-        if prefixes:
-            weight_map = weight_map.prefixed(prefixes)
-        adapter_groups = groups_by_weight(weight_map.peft(), description)
-    new_rows = {}  # parameter with rows of new tokens -> name in the file
-    for external, name in token_tensors(view).items():
-        new_rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
-    adapter_names = view.owned - new_rows.keys()
-    for names in view.owned_files.values():  # of other conversions, in separate files
-        adapter_names.difference_update(names)
-    adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
-    unnamed = [name for name in adapters if name not in adapter_groups]
-    if unnamed:
-        raise CheckpointError(
-            f"The adapter cannot be saved for peft: the parameter '{unnamed[0]}' has no name in its format."
-        )
-    groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
-    # Replicas take turns with the groups, so that all ranks write about as many bytes.
-    tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
-    for turn, (name, external) in enumerate(new_rows.items()):
-        tensors.append(view.renamed_parameter(name, external, turn))
-    settings = dict(view.peft_settings)
-    fields = adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
-    for key in ("rank_pattern", "alpha_pattern"):  # with this library's names
-        settings.pop(key, None)
-    settings |= fields
-    settings["trainable_token_indices"] = token_indices(view)
-    settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
-    if view.trained_whole:
-        trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)
-        tensors += trained_tensors
-        if has_tied:
-            settings["ensure_weight_tying"] = True
-        is_composite = bool(prefixes) or spec.builder is not None
-        settings["modules_to_save"] = modules_to_save(external_names, weight_map, description, in_full=is_composite)
-    return tensors, adapter_settings(base_name, settings)
-
-
-def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[TensorGroup], list[str], bool]:
-    """Return the weights that are trained whole, to write, and their names in ``transformers``.
-
-    And whether any of them is tied: it is written under both names, because ``peft`` unties a weight that it trains
-    alone, unless it is told to tie them.
-    """
-    _, description = view.spec_and_description
-    module_map = weight_map.prefixed(dict(weight_map.modules))
-    tensors = []
-    external_names = []
-    for turn, group in enumerate(view.trained_groups(groups_by_weight(module_map, description))):
-        external_names += group.external
-        peft_names = tuple(f"{PEFT_PREFIX}{name}" for name in group.external)
-        tensors.append(view.tensor_group(replace(group, external=peft_names), turn))
-    has_tied = False
-    for tie in module_map.tied:
-        if getattr(description, tie.when) and tie.source in view.trained_whole:
-            has_tied = True
-            external_names.append(tie.external)
-            tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
-    return tensors, external_names, has_tied
 
 
 def has_adapter(folder: Path) -> bool:

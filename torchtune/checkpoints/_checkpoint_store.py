@@ -28,12 +28,15 @@ from torchtune.checkpoints._directories import (
 )
 from torchtune.checkpoints._export import (
     MAX_SHARD_BYTES,
+    Contents,
+    SaveView,
     check_savable_tokenizer,
+    contents_of,
     export_model,
     write_extra_files,
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
-from torchtune.checkpoints._model_weights import Contents, ModelWeights, SaveView, contents_of, spec_and_description
+from torchtune.checkpoints._model_weights import ModelWeights, spec_and_description
 from torchtune.checkpoints._resume import (
     Candidate,
     ModelsOfRun,

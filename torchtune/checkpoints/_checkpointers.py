@@ -1,7 +1,6 @@
 """Checkpointers for configs and copied recipes: a :class:`CheckpointStore` of one model, with other arguments.
 
-They also have the interface of copied recipes, ``load_checkpoint`` and ``save_checkpoint`` with full state dicts
-(:class:`FullStateDicts`).
+They also have the interface of copied recipes, ``load_checkpoint`` and ``save_checkpoint`` with full state dicts.
 """
 
 import re
@@ -17,12 +16,14 @@ from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors
-from torchtune.checkpoints._load import ModelSource, ModelType, detect_format, open_any_files
+from torchtune.checkpoints._load import ModelType, detect_format
 from torchtune.checkpoints._save import TensorGroup, save_tensors
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
+    WeightFiles,
+    find_files,
+    open_weight_files,
     read_json,
-    resolve_files,
     safe_torch_load,
 )
 from torchtune.models import (
@@ -58,188 +59,6 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 # Format of weight names: Hugging Face's, Meta's, or this library's.
 NameFormat = Literal["hf", "meta", "tune"]
-
-
-class FullStateDicts:
-    """Checkpoints of full state dicts, as copied recipes read and write them.
-
-    Args:
-        store: store with the source of the policy and the output folder.
-        name_format: format of weight names in saved files, and in loaded folders without ``config.json``.
-    """
-
-    def __init__(self, store: CheckpointStore, name_format: NameFormat) -> None:
-        self._store = store
-        self._name_format = name_format
-
-    @property
-    def _source(self) -> ModelSource:
-        return self._store.source()
-
-    def load(self, *, resume: bool) -> dict[str, Any]:
-        """Read the source into ``{"model": {parameter name: tensor}}``.
-
-        Args:
-            resume: load the newest checkpoint in the output folder instead, including its adapter and the contents of
-                its ``recipe_state.pt``.
-
-        Raises:
-            CheckpointError: files are missing or corrupt, or the folder does not describe the model.
-        """
-        if not resume:
-            return {MODEL_KEY: self._read_model(self._weight_files())}
-        newest = self._newest()
-        adapter = newest / _ADAPTER_PT
-        state_dicts: dict[str, Any] = {}
-        if adapter.is_file():
-            # The base weights of the source: those beside the adapter have it merged in, if there are any.
-            state_dicts[MODEL_KEY] = self._read_model(self._weight_files())
-            state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
-        else:
-            state_dicts[MODEL_KEY] = self._read_model(resolve_files(newest, None))
-        return state_dicts | safe_torch_load(_recipe_state(newest), mmap=False)
-
-    def _weight_files(self) -> list[Path]:
-        return resolve_files(self._source.checkpoint_dir, self._source.checkpoint_files)
-
-    def _read_model(self, paths: list[Path]) -> dict[str, torch.Tensor]:
-        """Read weight files into a state dict with this library's names."""
-        files = open_any_files(paths)
-        if self._name_format == "tune":
-            return dict(files.stream())
-        if self._name_format == "meta":
-            state_dict = meta_to_tune(dict(files.stream()))
-            if self._source.model_type is ModelType.LLAMA3_2:
-                state_dict.pop("output.weight", None)  # tied to the embedding
-            return state_dict
-        spec, description = self._spec_and_description()
-        name_format = detect_format(files, spec, description)
-        if name_format == "tune":
-            return dict(files.stream())
-        return dict(spec.weight_map(name_format).to_tune(files.stream(), description))
-
-    def save(
-        self,
-        state_dict: Mapping[str, Any],
-        name: str,
-        *,
-        with_state: bool,
-        adapter_only: bool,
-        max_shard_bytes: int,
-    ) -> None:
-        """Write ``output_dir/name``; see :meth:`FullModelHFCheckpointer.save_checkpoint`.
-
-        Args:
-            state_dict: ``model`` (with this library's names), optionally ``adapter`` and ``adapter_config``, and any
-                other value that ``torch.load(weights_only=True)`` can read.
-            name: ``epoch_N`` or ``step_N``.
-            with_state: also write all other values as ``recipe_state.pt``.
-            adapter_only: do not write the model.
-            max_shard_bytes: maximum bytes of tensors per file.
-
-        Raises:
-            CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
-            UserError: the disk is full; earlier checkpoints are unchanged.
-        """
-        if adapter_only and ADAPTER_KEY not in state_dict:
-            raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
-        if self._store.upload is not None:
-            raise CheckpointError(
-                "checkpointer.upload: save_checkpoint does not upload: save with checkpointer.save, as the recipes of "
-                "this release do, or leave the setting out."
-            )
-        output_dir = self._store.require_output_dir()
-        with self._store.lock.held(), new_directory(output_dir, name) as folder:
-            if not adapter_only:
-                self._write_model(state_dict[MODEL_KEY], folder, max_shard_bytes)
-            if ADAPTER_KEY in state_dict:
-                self._write_adapter(state_dict, folder, beside_model=not adapter_only)
-            source_config = self._source.checkpoint_dir / "config.json"
-            if source_config.is_file():
-                write_json(folder / "config.json", text_config(read_json(source_config)))
-            self._source.carry_files(folder)
-            if with_state:
-                weights = (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)
-                recipe_state = {key: value for key, value in state_dict.items() if key not in weights}
-                _torch_save(recipe_state, folder / _RECIPE_STATE)
-        prune(output_dir, self._store.keep_last_n_checkpoints)
-
-    def _write_model(self, state_dict: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int) -> None:
-        if self._name_format == "tune":
-            _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
-        elif self._name_format == "meta":
-            meta_state_dict = tune_to_meta(dict(state_dict))
-            # Meta's files also have the output of models that tie it.
-            meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
-            _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
-        else:
-            spec, description = self._spec_and_description()
-            tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
-            write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
-
-    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
-        """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
-
-        For a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the weights a
-        second time.
-        """
-        adapter = _on_cpu(state_dict[ADAPTER_KEY])
-        _torch_save(adapter, folder / _ADAPTER_PT)
-        if self._name_format != "hf":
-            return
-        spec, description = self._spec_and_description()
-        weight_map = spec.weight_map("hf").peft()
-        groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
-        if any(isinstance(group.op, FusedAdapter) for group in groups):
-            get_logger().warning(
-                f"{folder.name} holds the adapter as {_ADAPTER_PT} alone: only the checkpointer's save() knows PEFT's "
-                f"settings for adapters of fused projections ({spec.name})."
-            )
-            return
-        adapter_dir = folder
-        if beside_model:
-            adapter_dir = folder / ADAPTER_DIR
-            adapter_dir.mkdir(exist_ok=True)
-        tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
-        save_tensors(tensors, adapter_dir / ADAPTER_FILE)
-        if ADAPTER_CONFIG in state_dict:
-            settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
-            settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
-            write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self._source.base_name(), settings))
-
-    def _newest(self) -> Path:
-        """Return the newest complete checkpoint; for earlier releases, the one with the largest number."""
-        output_dir = self._store.require_output_dir()
-        checkpoints = complete_directories(output_dir)
-        if not checkpoints:
-            for kind in ("step", "epoch"):  # in this order: an epoch ends after its steps
-                name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
-                if name is not None:
-                    checkpoints.append(output_dir / name)
-        if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
-            raise CheckpointError(
-                f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
-                "enable_async_checkpointing=True, or delete that folder."
-            )
-        with_state = [path for path in checkpoints if _recipe_state(path).is_file()]
-        if not with_state:
-            raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
-        return with_state[-1]
-
-    def _spec_and_description(self) -> tuple[ModelSpec, Description]:
-        """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
-        path = self._source.checkpoint_dir / "config.json"
-        if not path.is_file():
-            raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
-        config = text_config(read_json(path))
-        model_type = self._source.model_type
-        if model_type is not None and model_type.value in list_specs():
-            spec = get_spec(model_type.value)
-        elif config.get("architectures"):
-            spec = spec_for_architecture(config["architectures"][0])
-        else:
-            raise CheckpointError(f"{path} names no architecture: name the family of the model as model_type.")
-        return spec, spec.from_hf_config(config)
 
 
 def _recipe_state(folder: Path) -> Path:
@@ -293,7 +112,18 @@ class _ConfigCheckpointer(CheckpointStore):
         Raises:
             CheckpointError: files are missing or corrupt, or the folder does not describe the model.
         """
-        return FullStateDicts(self, self._name_format).load(resume=self.should_load_recipe_state)
+        if not self.should_load_recipe_state:
+            return {MODEL_KEY: self._read_model(self.source().open())}
+        newest = self._newest_with_state()
+        adapter = newest / _ADAPTER_PT
+        state_dicts: dict[str, Any] = {}
+        if adapter.is_file():
+            # The base weights of the source: those beside the adapter have it merged in, if there are any.
+            state_dicts[MODEL_KEY] = self._read_model(self.source().open())
+            state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
+        else:
+            state_dicts[MODEL_KEY] = self._read_model(open_weight_files(find_files(newest)))
+        return state_dicts | safe_torch_load(_recipe_state(newest), mmap=False)
 
     def save_checkpoint(
         self,
@@ -325,13 +155,122 @@ class _ConfigCheckpointer(CheckpointStore):
         number = epoch
         if dir_prefix == "step" and step is not None:
             number = step
-        FullStateDicts(self, self._name_format).save(
-            state_dict,
-            f"{dir_prefix}_{number}",
-            with_state=intermediate_checkpoint,
-            adapter_only=adapter_only,
-            max_shard_bytes=_parse_size(max_shard_size),
-        )
+        max_shard_bytes = _parse_size(max_shard_size)
+        if adapter_only and ADAPTER_KEY not in state_dict:
+            raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
+        if self.upload is not None:
+            raise CheckpointError(
+                "checkpointer.upload: save_checkpoint does not upload: save with checkpointer.save, as the recipes of "
+                "this release do, or leave the setting out."
+            )
+        output_dir = self.require_output_dir()
+        with self.lock.held(), new_directory(output_dir, f"{dir_prefix}_{number}") as folder:
+            if not adapter_only:
+                self._write_model(state_dict[MODEL_KEY], folder, max_shard_bytes)
+            if ADAPTER_KEY in state_dict:
+                self._write_adapter(state_dict, folder, beside_model=not adapter_only)
+            source = self.source()
+            source_config = source.checkpoint_dir / "config.json"
+            if source_config.is_file():
+                write_json(folder / "config.json", text_config(read_json(source_config)))
+            source.carry_files(folder)
+            if intermediate_checkpoint:
+                weights = (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)
+                recipe_state = {key: value for key, value in state_dict.items() if key not in weights}
+                _torch_save(recipe_state, folder / _RECIPE_STATE)
+        prune(output_dir, self.keep_last_n_checkpoints)
+
+    def _read_model(self, files: WeightFiles) -> dict[str, torch.Tensor]:
+        """Read weight files into a state dict with this library's names."""
+        if self._name_format == "tune":
+            return dict(files.stream())
+        if self._name_format == "meta":
+            state_dict = meta_to_tune(dict(files.stream()))
+            if self.source().model_type is ModelType.LLAMA3_2:
+                state_dict.pop("output.weight", None)  # tied to the embedding
+            return state_dict
+        spec, description = self._spec_and_description()
+        name_format = detect_format(files, spec, description)
+        if name_format == "tune":
+            return dict(files.stream())
+        return dict(spec.weight_map(name_format).to_tune(files.stream(), description))
+
+    def _write_model(self, state_dict: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int) -> None:
+        if self._name_format == "tune":
+            _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
+        elif self._name_format == "meta":
+            meta_state_dict = tune_to_meta(dict(state_dict))
+            # Meta's files also have the output of models that tie it.
+            meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
+            _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
+        else:
+            spec, description = self._spec_and_description()
+            tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
+            write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
+
+    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
+        """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
+
+        For a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the weights a
+        second time.
+        """
+        adapter = _on_cpu(state_dict[ADAPTER_KEY])
+        _torch_save(adapter, folder / _ADAPTER_PT)
+        if self._name_format != "hf":
+            return
+        spec, description = self._spec_and_description()
+        weight_map = spec.weight_map("hf").peft()
+        groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
+        if any(isinstance(group.op, FusedAdapter) for group in groups):
+            get_logger().warning(
+                f"{folder.name} holds the adapter as {_ADAPTER_PT} alone: only the checkpointer's save() knows PEFT's "
+                f"settings for adapters of fused projections ({spec.name})."
+            )
+            return
+        adapter_dir = folder
+        if beside_model:
+            adapter_dir = folder / ADAPTER_DIR
+            adapter_dir.mkdir(exist_ok=True)
+        tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
+        save_tensors(tensors, adapter_dir / ADAPTER_FILE)
+        if ADAPTER_CONFIG in state_dict:
+            settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
+            settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
+            write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
+
+    def _newest_with_state(self) -> Path:
+        """Return the newest checkpoint with a recipe's state; without complete ones, the largest number decides."""
+        output_dir = self.require_output_dir()
+        checkpoints = complete_directories(output_dir)
+        if not checkpoints:
+            for kind in ("step", "epoch"):  # in this order: an epoch ends after its steps
+                name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
+                if name is not None:
+                    checkpoints.append(output_dir / name)
+        if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
+            raise CheckpointError(
+                f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
+                "enable_async_checkpointing=True, or delete that folder."
+            )
+        with_state = [path for path in checkpoints if _recipe_state(path).is_file()]
+        if not with_state:
+            raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
+        return with_state[-1]
+
+    def _spec_and_description(self) -> tuple[ModelSpec, Description]:
+        """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
+        path = self.source().checkpoint_dir / "config.json"
+        if not path.is_file():
+            raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
+        config = text_config(read_json(path))
+        model_type = self.source().model_type
+        if model_type is not None and model_type.value in list_specs():
+            spec = get_spec(model_type.value)
+        elif config.get("architectures"):
+            spec = spec_for_architecture(config["architectures"][0])
+        else:
+            raise CheckpointError(f"{path} names no architecture: name the family of the model as model_type.")
+        return spec, spec.from_hf_config(config)
 
 
 class FullModelHFCheckpointer(_ConfigCheckpointer):

@@ -1,30 +1,332 @@
-"""Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files."""
+"""Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files.
+
+:class:`SaveView` decides which weights are written, merges adapters into them, and computes the slices of this rank;
+:func:`export_model` distributes them among files.
+"""
 
 import logging
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, adapter_tensors
-from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE
+from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, token_tensors
+from torchtune.checkpoints._adapter_settings import (
+    ADAPTER_CONFIG_FILE,
+    adapted_modules,
+    adapter_settings,
+    modules_to_save,
+    token_indices,
+)
 from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
-from torchtune.checkpoints._model_weights import ModelWeights, SaveView
+from torchtune.checkpoints._model_weights import (
+    ModelWeights,
+    UnreadWeights,
+    describe_tensors,
+    groups_by_weight,
+    parent_modules,
+    replaced_parameters,
+    wrong_tensors,
+)
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, TextDecoderFiles, read_json
-from torchtune.models import Description, ModelError, ModelSpec, text_config, with_text_config
-from torchtune.modules.conversion import get_conversions
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, TextDecoderFiles, read_json
+from torchtune.models import (
+    PEFT_PREFIX,
+    Description,
+    Group,
+    Identity,
+    ModelError,
+    ModelSpec,
+    WeightMap,
+    module_prefixes,
+    rename_prefix,
+    text_config,
+    with_text_config,
+)
+from torchtune.modules.peft import has_adapters
 from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
-from torchtune.training.parallel import Ranks
+from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor
 from torchtune.utils import get_logger, log_rank_zero, write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+Content = Literal["model", "adapter", "merged"]
+# Contents for one model, or for several by name.
+Contents = Content | Sequence[Content] | Mapping[str, Content | Sequence[Content]]
+_CHOICES = ({"model"}, {"adapter"}, {"merged"}, {"adapter", "merged"})
+_WITH_ADAPTER = 'save with contents="adapter" or ("adapter", "merged")'
+
+
+def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
+    """Return the contents of a run's checkpoints: adapters, or all weights of a model without adapters.
+
+    Args:
+        models: the model, or several by name (``torch.nn.ModuleDict``).
+        merge: for models with adapters, also save all weights with the adapters merged.
+
+    Returns:
+        The argument ``contents`` of :meth:`CheckpointStore.save`.
+
+    Example:
+        >>> torchtune.checkpoints.checkpoint_contents(model, merge=True)
+        'model'
+    """
+    if isinstance(models, nn.ModuleDict):
+        return {name: checkpoint_contents(model, merge=merge) for name, model in models.items()}
+    if not has_adapters(models):
+        return "model"
+    if merge:
+        return ("adapter", "merged")
+    return "adapter"
+
+
+def contents_of(contents: Contents, name: str) -> frozenset[str]:
+    """Return the contents for the model ``name``; see :meth:`CheckpointStore.save`.
+
+    Raises:
+        CheckpointError: ``contents`` lacks the model, or is not a valid choice.
+    """
+    if isinstance(contents, Mapping):
+        if name not in contents:
+            raise CheckpointError(f"contents: the model '{name}' is missing: say what to save of it.")
+        contents = contents[name]
+    contents_of_model = frozenset([contents] if isinstance(contents, str) else contents)
+    if contents_of_model not in _CHOICES:
+        raise CheckpointError(
+            f'contents: {contents!r} cannot be saved: choose "model", "adapter", "merged" or ("adapter", "merged").'
+        )
+    return contents_of_model
+
+
+class SaveView(ModelWeights):
+    """View of the weights of one model for one save: trained and merged weights, and shards to write.
+
+    Args:
+        model: the model; on any device for :meth:`check`, materialized for all other methods.
+        contents: from :func:`contents_of`.
+        ranks: all ranks; not needed for :meth:`check`.
+        unread: weights that are read when they are written; None if the model has all of them.
+
+    Attributes:
+        contents: see Args.
+        has_weights: whether all weights are written.
+        merges: whether adapters are merged into the weights, in float32, then rounded.
+        has_adapter: whether the adapter is written.
+        ranks: see Args.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        contents: frozenset[str],
+        ranks: Ranks | None = None,
+        unread: UnreadWeights | None = None,
+    ) -> None:
+        super().__init__(model)
+        self._unread = unread
+        self.contents = contents
+        self.ranks = ranks
+        self.has_adapter = "adapter" in contents
+        self.merges = "merged" in contents
+        self.has_weights = contents != {"adapter"}
+
+    @cached_property
+    def trained(self) -> list[str]:
+        """Names of the parameters that require a gradient, or that a hook of a conversion changes."""
+        moved = set()
+        for conversion in self.conversions:
+            moved |= conversion.moved_parameters(self.model)
+        names = []
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad or name in moved:
+                names.append(name)
+        return names
+
+    def _in_adapter(self, *, merge: bool = False) -> set[str]:
+        """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
+        preserved: set[str] = set()
+        for conversion, owned in zip(self.conversions, self._owned_by, strict=True):
+            if conversion.can_merge or not merge:
+                preserved |= owned
+        named_in_files = set(self.adapter_groups)
+        named_in_files.update(parameter for parameter, _ in self.new_rows.values())
+        for names in self.owned_files.values():
+            named_in_files.update(names)
+        return preserved & named_in_files
+
+    def check(self, *, resumable: bool = True) -> None:
+        """Check that the save writes all trained parameters.
+
+        Args:
+            resumable: whether a resume reads the checkpoint; for a model with an adapter it reads only the adapter.
+
+        Raises:
+            CheckpointError: a trained parameter would not be written, or a weight is not found under its name.
+        """
+        self.check_names(exported=self.has_weights)
+        init = getattr(self.model, "adapter_init", None)
+        if init and self.contents == {"model"}:
+            raise CheckpointError(
+                f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not "
+                f"saved without the adapter: {_WITH_ADAPTER}."
+            )
+        if resumable and self.merges and not self.has_adapter:
+            raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
+        weights = self.base.intersection(self.groups) | self.storage
+        written: set[str] = set()
+        # A resume reads the adapter and not the merged weights.
+        if self.has_weights and not (resumable and self.has_adapter):
+            written |= weights
+        if self.has_adapter or self.merges:
+            written |= self._in_adapter(merge=self.merges)
+            for group in self.trained_groups():
+                written.update(group.tune)
+        unsaved = [name for name in self.trained if name not in written]
+        if unsaved:
+            self._refuse_unsaved(unsaved, weights)
+
+    def _refuse_unsaved(self, unsaved: list[str], weights: set[str]) -> None:
+        """Raise ``CheckpointError`` for trained parameters that the save does not write."""
+        name = unsaved[0]
+        if name in self._in_adapter():
+            if self.merges:
+                saved = "merged weights"
+                advice = (
+                    'give its conversion a method merged(name, weight, model), or save with contents="adapter" '
+                    "(save_adapter_weights_only=True)"
+                )
+            else:
+                saved = "the base weights alone"
+                advice = (
+                    "train adapters with lora_finetune_single_device or lora_finetune_distributed (in code of your "
+                    f"own: {_WITH_ADAPTER}), or take the adapter out of the model"
+                )
+        elif name in weights:
+            saved = "the adapter alone"
+            advice = (
+                "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
+            )
+        else:
+            saved = "only what has a name in Hugging Face's or PEFT's format, and it has none"
+            advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
+        omitted = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
+        raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
+
+    def tensor_group(self, group: Group, turn: int) -> TensorGroup:
+        """Return the external tensors of one group of a weight map, to write.
+
+        Computing them needs memory for one full tensor. If weights are merged or converted, it is a collective.
+
+        Args:
+            group: group of a weight map.
+            turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
+        """
+        # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
+        specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
+        shapes = [spec.shape for spec in specs]
+
+        def compute() -> list[TensorSlice]:
+            slices = []
+            for name in group.tune:
+                shard = self.shard(name, turn)
+                if not shard.is_writer:
+                    continue
+                # A shard of a weight may lie in several external tensors, or in several slices of one.
+                for external_slice in group.external_slices(name, shard.slices, shapes):
+                    data = external_slice.of(shard.data)
+                    start = tuple(dim.start for dim in external_slice.slices)
+                    external_name = group.external[external_slice.external]
+                    slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
+            return slices
+
+        specs_by_name = dict(zip(group.external, specs, strict=True))
+        return TensorGroup(specs_by_name, compute, specs[0].itemsize)
+
+    def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
+        """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
+        _, description = self.spec_and_description
+        return self.tensor_group(Group((external,), (name,), Identity(), description), turn)
+
+    def shard(self, name: str, turn: int) -> LocalShard:
+        """Return this rank's shard of a full weight to save.
+
+        Weights that are not read yet are read for the time of the call. A collective: conversions and merging need an
+        all-gather.
+
+        Args:
+            name: name of the full weight.
+            turn: chooses the rank that writes a replicated weight, see :meth:`LocalShard.of`.
+        """
+        merge_inputs = set()
+        if self.merges and name in self.base:
+            merge_inputs = self._merge_inputs(name)
+        present = nullcontext()
+        if self._unread is not None:
+            present = self._unread.present(self, {name, *merge_inputs})
+        with present:
+            parameter = self.parameters.get(name)
+            if merge_inputs:
+                weight = self._merged(name, merge_inputs)
+            elif name in self.stored_weights:
+                weight = self.full(name)
+            else:
+                weight = parameter
+        if name in self.stored_weights or not isinstance(parameter, DTensor):
+            # Every rank has the full weight.
+            slices = full_slices(weight.shape)
+            is_writer = self.ranks.rank == turn % self.ranks.size
+            return LocalShard(self.specs[name], slices, weight.detach(), is_writer)
+        shard = LocalShard.of(parameter, self.ranks, turn)
+        if weight is parameter:
+            return shard
+        # A copy, because a view would keep the full weight in memory.
+        return replace(shard, data=weight[shard.slices].clone())
+
+    @cached_property
+    def _model_wide(self) -> set[str]:
+        """Owned parameters of modules without a base weight: they may change any weight."""
+        layers = {name.rpartition(".")[0] for name in self.base}
+        return {name for name in self.owned if layers.isdisjoint(parent_modules(name))}
+
+    def _merge_inputs(self, name: str) -> set[str]:
+        """Return the parameters from which a merged weight is computed; empty if no conversion owns any of them."""
+        path = name.rpartition(".")[0]
+        module = self.model.get_submodule(path)
+        inputs = {parameter for parameter, _ in module.named_parameters(prefix=path)} | self._model_wide
+        if inputs.isdisjoint(self.owned):
+            return set()
+        return inputs
+
+    def _merged(self, name: str, merge_inputs: set[str]) -> torch.Tensor:
+        """Return the full weight with all adapters merged. A collective: all ranks gather in the same order."""
+        gathered = {}
+        for parameter_name in sorted(merge_inputs):
+            parameter = self.parameters[parameter_name]
+            if isinstance(parameter, DTensor):
+                gathered[parameter_name] = full_tensor(parameter)
+        # Conversions compute merged weights from the parameters of the layer: give them full ones.
+        with replaced_parameters(self.model, gathered):
+            weight = self.full(name, gathered)
+            for conversion in self.conversions:
+                merged = conversion.merged(name, weight, self.model)
+                if merged.shape != weight.shape or merged.dtype != weight.dtype:
+                    raise wrong_tensors(
+                        conversion,
+                        f"merged('{name}', …)",
+                        describe_tensors({name: merged}),
+                        f"the weight is {describe_tensors({name: weight})}",
+                    )
+                weight = merged
+        return weight
 
 
 @dataclass(frozen=True)
@@ -123,7 +425,13 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
             tensors = [view.renamed_parameter(name, name, turn) for turn, name in enumerate(names)]
             files.append(TensorFile(adapter_dir + file, tensors))
         if view.owned_files:
-            index = {"base_model_name_or_path": base_name, "conversions": _conversions_of_owned_files(view)}
+            conversions = {}  # the class of the conversion of each file
+            for conversion in view.conversions:
+                cls = type(conversion)
+                file = f"adapter_{cls.__name__}.safetensors"
+                if file in view.owned_files:
+                    conversions[file] = f"{cls.__module__}.{cls.__qualname__}"
+            index = {"base_model_name_or_path": base_name, "conversions": conversions}
             json_files[adapter_dir + OWNED_INDEX] = index
     json_files[f"{folder}config.json"] = config_of_model(view, source.checkpoint_dir, is_text_decoder=is_text_decoder)
     return Export(source, folder, files, json_files, generates=not description.is_classifier)
@@ -145,13 +453,88 @@ def _other_tensors(enclosing: TextDecoderFiles, ranks: Ranks) -> list[TensorGrou
     return groups
 
 
-def _conversions_of_owned_files(view: SaveView) -> dict[str, str]:
-    """Return the class of the conversion of each file of :attr:`ModelWeights.owned_files`."""
-    classes = {}
-    for conversion in get_conversions(view.model):
-        cls = type(conversion)
-        classes[f"adapter_{cls.__name__}.safetensors"] = f"{cls.__module__}.{cls.__qualname__}"
-    return {file: classes[file] for file in view.owned_files}
+def adapter_tensors(
+    view: SaveView, base_name: str, enclosing: TextDecoderFiles | None
+) -> tuple[list[TensorGroup], dict[str, Any]]:
+    """Return the adapter in PEFT's layout: its tensors to write, and the contents of ``adapter_config.json``.
+
+    Args:
+        view: view of a model that has a conversion with a ``peft_config``.
+        base_name: ``base_model_name_or_path``: the repository or folder of the base weights.
+        enclosing: multimodal checkpoint, if the model is its text decoder; the adapter then has peft's names for the
+            modules of the composite model. None for any other model.
+
+    Raises:
+        CheckpointError: there is no adapter, or a layer has no name in Hugging Face's format.
+    """
+    if not view.owned:
+        raise CheckpointError("The model has no adapter to save: use a lora_* builder or a converter.")
+    spec, description = view.spec_and_description
+    prefixes = {}
+    if enclosing is not None:
+        prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
+    weight_map = spec.weight_map("hf")
+    adapter_groups = view.adapter_groups
+    if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
+        weight_map = spec.weight_maps.get("hf_fused", weight_map)
+        if prefixes:
+            weight_map = weight_map.prefixed(prefixes)
+        adapter_groups = groups_by_weight(weight_map.peft(), description)
+    new_rows = {}  # parameter with rows of new tokens -> name in the file
+    for external, name in token_tensors(view).items():
+        new_rows[name] = PEFT_PREFIX + rename_prefix(external.removeprefix(PEFT_PREFIX), prefixes)
+    adapter_names = view.owned - new_rows.keys()
+    for names in view.owned_files.values():  # of other conversions, in separate files
+        adapter_names.difference_update(names)
+    adapters = [name for name in view.parameters if name in adapter_names]  # in the order of the model
+    unnamed = [name for name in adapters if name not in adapter_groups]
+    if unnamed:
+        raise CheckpointError(
+            f"The adapter cannot be saved for peft: the parameter '{unnamed[0]}' has no name in its format."
+        )
+    groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
+    # Replicas take turns with the groups, so that all ranks write about as many bytes.
+    tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
+    for turn, (name, external) in enumerate(new_rows.items()):
+        tensors.append(view.renamed_parameter(name, external, turn))
+    settings = dict(view.peft_settings)
+    fields = adapted_modules(groups, weight_map, description, settings, in_full=bool(prefixes))
+    for key in ("rank_pattern", "alpha_pattern"):  # with this library's names
+        settings.pop(key, None)
+    settings |= fields
+    settings["trainable_token_indices"] = token_indices(view)
+    settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
+    if view.trained_whole:
+        trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)
+        tensors += trained_tensors
+        if has_tied:
+            settings["ensure_weight_tying"] = True
+        is_composite = bool(prefixes) or spec.builder is not None
+        settings["modules_to_save"] = modules_to_save(external_names, weight_map, description, in_full=is_composite)
+    return tensors, adapter_settings(base_name, settings)
+
+
+def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[TensorGroup], list[str], bool]:
+    """Return the weights that are trained whole, to write, and their names in ``transformers``.
+
+    And whether any of them is tied: it is written under both names, because ``peft`` unties a weight that it trains
+    alone, unless it is told to tie them.
+    """
+    _, description = view.spec_and_description
+    module_map = weight_map.prefixed(dict(weight_map.modules))
+    tensors = []
+    external_names = []
+    for turn, group in enumerate(view.trained_groups(groups_by_weight(module_map, description))):
+        external_names += group.external
+        peft_names = tuple(f"{PEFT_PREFIX}{name}" for name in group.external)
+        tensors.append(view.tensor_group(replace(group, external=peft_names), turn))
+    has_tied = False
+    for tie in module_map.tied:
+        if getattr(description, tie.when) and tie.source in view.trained_whole:
+            has_tied = True
+            external_names.append(tie.external)
+            tensors.append(view.renamed_parameter(tie.source, f"{PEFT_PREFIX}{tie.external}", 0))
+    return tensors, external_names, has_tied
 
 
 def shard_files(

@@ -72,11 +72,11 @@ _FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
 _MAX_CARRIED_BYTES = 100 * 2**20
 # Bytes of each sample of a file for its fingerprint.
 _SAMPLE_BYTES = 2**20
-# Fields that the shapes of tensors do not determine.
-_UNSEEN = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
+# Fields of a description that the shapes of tensors do not determine.
+_NOT_IN_SHAPES = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
 # The output layer, which a classifier does not take from a language model.
 _HEAD = "output.weight"
-_OTHER_MODEL = "check checkpoint_dir and checkpoint_files against the model in the run's config"
+_ADVICE = "check checkpoint_dir and checkpoint_files against the model in the run's config"
 
 
 class ModelType(Enum):
@@ -159,10 +159,17 @@ class ModelSource:
         self._token_ids: dict[str, int] = {}
         self._enclosing: TextDecoderFiles | None = None
         self._is_enclosing_opened = False
+        # Of weights that stay in their files until they are written.
+        self._readers: Mapping[str, CopySlice] = {}
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
-        return open_any_files(resolve_files(self.checkpoint_dir, self.checkpoint_files), model)
+        paths = resolve_files(self.checkpoint_dir, self.checkpoint_files)
+        if {path.suffix for path in paths} != {".gguf"}:
+            return open_weight_files(paths, model)
+        if len(paths) > 1:
+            raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
+        return GGUFFile(paths[0])
 
     def enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:
         """Return the opened checkpoint if it has more tensors than the model; None if the model is exported alone.
@@ -203,7 +210,10 @@ class ModelSource:
         # Base weights first: an adapter may be split off them, and rows of new tokens extend them.
         init = adapter_init_method(model)
         split_layers = {} if init is None else splittable_layers(weights, init, self.checkpoint_dir)
-        new_weights = self._load_base(weights, files, device, dtype, split_layers)
+        if self._leaves_base_in_files(weights, split_layers):
+            self._readers, new_weights = _base_readers(weights, files)
+        else:
+            new_weights = load_base(weights, files, device, dtype, split_layers)
         model.adapter_init = init
         adapter = self._find_adapter(weights)
         if adapter is not None:
@@ -224,18 +234,11 @@ class ModelSource:
     @property
     def unread(self) -> UnreadWeights | None:
         """Weights that :meth:`load` has left in their files; None if it has read all."""
-        return None
+        return UnreadWeights(self._readers) if self._readers else None
 
-    def _load_base(
-        self,
-        weights: ModelWeights,
-        files: WeightFiles,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        split_layers: Mapping[str, LoRALinear],
-    ) -> set[str]:
-        """Fill the base weights; see :func:`load_base`."""
-        return load_base(weights, files, device, dtype, split_layers)
+    def _leaves_base_in_files(self, weights: ModelWeights, split_layers: Mapping[str, LoRALinear]) -> bool:
+        """Return whether :meth:`load` leaves the base weights in their files, for a :class:`StreamedSource`."""
+        return False
 
     def check(self, model: nn.Module) -> None:
         """Check files, family, names and shapes against ``model`` on the meta device; no tensor data is read.
@@ -364,8 +367,6 @@ class StreamedSource(ModelSource):
     changes the base when it is loaded (PiSSA, OLoRA, rows of new tokens) has all of it read.
     """
 
-    _readers: Mapping[str, CopySlice] = {}
-
     def load(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> set[str]:
         """Load the adapter and other owned parameters; see :meth:`ModelSource.load`."""
         loaded = super().load(model, device, dtype)
@@ -378,32 +379,16 @@ class StreamedSource(ModelSource):
         self._readers = readers
         return loaded
 
-    @property
-    def unread(self) -> UnreadWeights:
-        """Weights that :meth:`load` has left in their files."""
-        return UnreadWeights(self._readers)
-
-    def _load_base(
-        self,
-        weights: ModelWeights,
-        files: WeightFiles,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        split_layers: Mapping[str, LoRALinear],
-    ) -> set[str]:
-        if split_layers or self._adapter_changes_base(weights):
-            return load_base(weights, files, device, dtype, split_layers)
-        self._readers, new_weights = _base_readers(weights, files)
-        return new_weights
-
-    def _adapter_changes_base(self, weights: ModelWeights) -> bool:
-        """Return whether the values of the base are needed to load the adapter."""
+    def _leaves_base_in_files(self, weights: ModelWeights, split_layers: Mapping[str, LoRALinear]) -> bool:
+        if split_layers:
+            return False
         adapter = self._find_adapter(weights)
         settings_file = None if adapter is None else adapter.with_name(ADAPTER_CONFIG_FILE)
         if settings_file is None or not settings_file.is_file():
-            return False
+            return True
         settings = read_settings(settings_file)
-        return init_from_base(settings) is not None or bool(settings.get("trainable_token_indices"))
+        # These adapters change the values of the base when they are loaded.
+        return init_from_base(settings) is None and not settings.get("trainable_token_indices")
 
 
 def _adapters_in(folder: Path) -> list[Path]:
@@ -436,20 +421,6 @@ def _is_left_behind(relative: Path) -> bool:
     )
 
 
-def open_any_files(paths: Sequence[Path], model: nn.Module | None = None) -> WeightFiles:
-    """Open weight files of any format, also a GGUF file; see :func:`open_weight_files`.
-
-    Raises:
-        CheckpointError: formats are mixed or unknown, or a file is invalid.
-        UserError: the ``gguf`` package is not installed.
-    """
-    if {path.suffix for path in paths} != {".gguf"}:
-        return open_weight_files(paths, model)
-    if len(paths) > 1:
-        raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
-    return GGUFFile(paths[0])
-
-
 def detect_format(files: WeightFiles, spec: ModelSpec, description: Description) -> str:
     """Return the format of the tensor names: a key of ``spec.weight_maps``, or ``"tune"`` for this library's.
 
@@ -476,7 +447,7 @@ def detect_format(files: WeightFiles, spec: ModelSpec, description: Description)
         if names:
             example = f"its first tensor is '{files.names()[0]}'"
         raise CheckpointError(
-            f"{files.location()}: no tensor belongs to a model of the family '{spec.name}' ({example}): {_OTHER_MODEL}."
+            f"{files.location()}: no tensor belongs to a model of the family '{spec.name}' ({example}): {_ADVICE}."
         )
     return best
 
@@ -507,7 +478,7 @@ def load_base(
     weights.split_layers = dict(split_layers or {})
     readers, new_weights = _base_readers(weights, files)
     for name, copy_slice in readers.items():
-        weights.fill(name, copy_slice, device, dtype)
+        weights.fill(name, copy_slice, device, dtype)  # reads the slice of this rank
         sign_of_life()
     return new_weights
 
@@ -523,6 +494,7 @@ def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, 
     readers: dict[str, CopySlice] = {}
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
+            # Finds the slices of external tensors that hold a slice of the weight, and reads them.
             copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             growth = _growth_of(weights, name)
             if growth is not None:
@@ -637,13 +609,11 @@ def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description:
     names = set(files.names())
     missing = sorted(weights.base - names)
     if missing:
-        raise CheckpointError(
-            f"{files.location()} lacks the tensor '{missing[0]}', which the model needs: {_OTHER_MODEL}."
-        )
+        raise CheckpointError(f"{files.location()} lacks the tensor '{missing[0]}', which the model needs: {_ADVICE}.")
     unexpected = sorted(names - weights.base - weights.owned)
     if unexpected:
         raise CheckpointError(
-            f"{files.path_of(unexpected[0])}: the tensor '{unexpected[0]}' has no place in the model: {_OTHER_MODEL}."
+            f"{files.path_of(unexpected[0])}: the tensor '{unexpected[0]}' has no place in the model: {_ADVICE}."
         )
     groups = []
     for name in files.names():
@@ -678,7 +648,7 @@ def _groups_of_format(
     try:
         return weight_map.select(names, description, lambda name: name != _HEAD or not is_new_head)
     except WeightMapError as error:
-        raise CheckpointError(f"{files.location()}: {str(error).rstrip('.')}: {_OTHER_MODEL}.") from error
+        raise CheckpointError(f"{files.location()}: {str(error).rstrip('.')}: {_ADVICE}.") from error
 
 
 def _head_names(weight_map: WeightMap, description: Description) -> set[str]:
@@ -771,7 +741,7 @@ def check_description(model: nn.Module, described: Description, path: Path | str
             f"the model in the run's config {built.num_heads} ({built.num_kv_heads}): use the builder of this "
             "checkpoint."
         )
-    for name in _UNSEEN:
+    for name in _NOT_IN_SHAPES:
         if getattr(described, name) != getattr(built, name):
             log_once(
                 get_logger(),

@@ -1,4 +1,4 @@
-"""Views of a model's weights, to load them and to save them, independent of conversions.
+"""View of a model's weights, independent of conversions: their names in files, their shards, and how they are filled.
 
 The weight map of the model's family (:mod:`torchtune.models`) defines a weight's name in files:
 :attr:`ModelWeights.groups` for base weights, :attr:`ModelWeights.adapter_groups` for adapters, ``_adapter.py`` for the
@@ -6,36 +6,27 @@ rest of PEFT's layout.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from torchtune.checkpoints._save import TensorGroup, TensorSlice
 from torchtune.checkpoints._weight_files import CheckpointError
-from torchtune.models import Description, Group, Identity, ModelSpec, Slices, WeightMap
+from torchtune.models import Description, Group, ModelSpec, Slices, WeightMap
 from torchtune.modules.conversion import (
     Conversion,
     ConversionError,
     StoredWeight,
     get_conversions,
 )
-from torchtune.modules.peft import LoRALinear, has_adapters, init_from_weight
-from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor, my_shard
+from torchtune.modules.peft import LoRALinear, init_from_weight
+from torchtune.training.parallel import full_slices, full_tensor, my_shard
 
 # Copies a slice of a full weight into a tensor; a reader copies it from files.
 CopySlice = Callable[[Slices, torch.Tensor], None]
-
-Content = Literal["model", "adapter", "merged"]
-# Contents for one model, or for several by name.
-Contents = Content | Sequence[Content] | Mapping[str, Content | Sequence[Content]]
-_CHOICES = ({"model"}, {"adapter"}, {"merged"}, {"adapter", "merged"})
-_WITH_ADAPTER = 'save with contents="adapter" or ("adapter", "merged")'
 
 
 def spec_and_description(model: nn.Module) -> tuple[ModelSpec, Description]:
@@ -377,7 +368,15 @@ class ModelWeights:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
         """
         if name in self.split_layers:
-            self._fill_split(name, copy_slice, device, dtype)
+            # The adapter gets its initial value, computed from the full weight, and the weight the remainder.
+            layer = self.split_layers.pop(name)
+            path = name.rpartition(".")[0]
+            weight = torch.empty_like(self.specs[name], dtype=dtype, device=device)
+            copy_slice(full_slices(weight.shape), weight)
+            remainder, lora_a, lora_b = init_from_weight(weight.float(), layer.start, layer.rank, layer.scaling)
+            self.put(name, remainder, device, dtype)
+            self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
+            self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
         elif name in self.stored_weights:
             self._fill_stored(name, copy_slice, device)
         else:
@@ -408,17 +407,6 @@ class ModelWeights:
                 own_rows, *own_columns = slices
                 slices = (slice(own_rows.start - rows.start, own_rows.stop - rows.start), *own_columns)
             local.copy_(tensor[slices])
-
-    def _fill_split(self, name: str, copy_slice: CopySlice, device: torch.device, dtype: torch.dtype | None) -> None:
-        """Read a full weight; fill the adapter with its initial value, and the weight with the remainder."""
-        layer = self.split_layers.pop(name)
-        path = name.rpartition(".")[0]
-        weight = torch.empty_like(self.specs[name], dtype=dtype, device=device)
-        copy_slice(full_slices(weight.shape), weight)
-        remainder, lora_a, lora_b = init_from_weight(weight.float(), layer.start, layer.rank, layer.scaling)
-        self.put(name, remainder, device, dtype)
-        self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
-        self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
 
     def put(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> None:
         """Copy this rank's shard of ``value``, a full weight, into the model; see :meth:`fill`."""
@@ -538,266 +526,3 @@ def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return names, dtypes and shapes of tensors as text."""
     descriptions = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
     return ", ".join(descriptions) or "nothing"
-
-
-def checkpoint_contents(models: nn.Module, *, merge: bool) -> Contents:
-    """Return the contents of a run's checkpoints: adapters, or all weights of a model without adapters.
-
-    Args:
-        models: the model, or several by name (``torch.nn.ModuleDict``).
-        merge: for models with adapters, also save all weights with the adapters merged.
-
-    Returns:
-        The argument ``contents`` of :meth:`CheckpointStore.save`.
-
-    Example:
-        >>> torchtune.checkpoints.checkpoint_contents(model, merge=True)
-        'model'
-    """
-    if isinstance(models, nn.ModuleDict):
-        return {name: checkpoint_contents(model, merge=merge) for name, model in models.items()}
-    if not has_adapters(models):
-        return "model"
-    if merge:
-        return ("adapter", "merged")
-    return "adapter"
-
-
-def contents_of(contents: Contents, name: str) -> frozenset[str]:
-    """Return the contents for the model ``name``; see :meth:`CheckpointStore.save`.
-
-    Raises:
-        CheckpointError: ``contents`` lacks the model, or is not a valid choice.
-    """
-    if isinstance(contents, Mapping):
-        if name not in contents:
-            raise CheckpointError(f"contents: the model '{name}' is missing: say what to save of it.")
-        contents = contents[name]
-    contents_of_model = frozenset([contents] if isinstance(contents, str) else contents)
-    if contents_of_model not in _CHOICES:
-        raise CheckpointError(
-            f'contents: {contents!r} cannot be saved: choose "model", "adapter", "merged" or ("adapter", "merged").'
-        )
-    return contents_of_model
-
-
-class SaveView(ModelWeights):
-    """View of the weights of one model for one save: trained and merged weights, and shards to write.
-
-    Args:
-        model: the model; on any device for :meth:`check`, materialized for all other methods.
-        contents: from :func:`contents_of`.
-        ranks: all ranks; not needed for :meth:`check`.
-        unread: weights that are read when they are written; None if the model has all of them.
-
-    Attributes:
-        contents: see Args.
-        has_weights: whether all weights are written.
-        merges: whether adapters are merged into the weights, in float32, then rounded.
-        has_adapter: whether the adapter is written.
-        ranks: see Args.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        contents: frozenset[str],
-        ranks: Ranks | None = None,
-        unread: UnreadWeights | None = None,
-    ) -> None:
-        super().__init__(model)
-        self._unread = unread
-        self.contents = contents
-        self.ranks = ranks
-        self.has_adapter = "adapter" in contents
-        self.merges = "merged" in contents
-        self.has_weights = contents != {"adapter"}
-
-    @cached_property
-    def trained(self) -> list[str]:
-        """Names of the parameters that require a gradient, or that a hook of a conversion changes."""
-        moved = set()
-        for conversion in self.conversions:
-            moved |= conversion.moved_parameters(self.model)
-        names = []
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad or name in moved:
-                names.append(name)
-        return names
-
-    def _in_adapter(self, *, merge: bool = False) -> set[str]:
-        """Return owned parameters that an adapter file preserves; with ``merge``, only of mergeable conversions."""
-        preserved: set[str] = set()
-        for conversion, owned in zip(self.conversions, self._owned_by, strict=True):
-            if conversion.can_merge or not merge:
-                preserved |= owned
-        named_in_files = set(self.adapter_groups)
-        named_in_files.update(parameter for parameter, _ in self.new_rows.values())
-        for names in self.owned_files.values():
-            named_in_files.update(names)
-        return preserved & named_in_files
-
-    def check(self, *, resumable: bool = True) -> None:
-        """Check that the save writes all trained parameters.
-
-        Args:
-            resumable: whether a resume reads the checkpoint; for a model with an adapter it reads only the adapter.
-
-        Raises:
-            CheckpointError: a trained parameter would not be written, or a weight is not found under its name.
-        """
-        self.check_names(exported=self.has_weights)
-        init = getattr(self.model, "adapter_init", None)
-        if init and self.contents == {"model"}:
-            raise CheckpointError(
-                f"model: its base lacks what the adapter started with (init_lora_weights = '{init}'), so it is not "
-                f"saved without the adapter: {_WITH_ADAPTER}."
-            )
-        if resumable and self.merges and not self.has_adapter:
-            raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
-        weights = self.base.intersection(self.groups) | self.storage
-        written: set[str] = set()
-        # A resume reads the adapter and not the merged weights.
-        if self.has_weights and not (resumable and self.has_adapter):
-            written |= weights
-        if self.has_adapter or self.merges:
-            written |= self._in_adapter(merge=self.merges)
-            for group in self.trained_groups():
-                written.update(group.tune)
-        unsaved = [name for name in self.trained if name not in written]
-        if unsaved:
-            self._refuse_unsaved(unsaved, weights)
-
-    def _refuse_unsaved(self, unsaved: list[str], weights: set[str]) -> None:
-        """Raise ``CheckpointError`` for trained parameters that the save does not write."""
-        name = unsaved[0]
-        if name in self._in_adapter():
-            if self.merges:
-                saved = "merged weights"
-                advice = (
-                    'give its conversion a method merged(name, weight, model), or save with contents="adapter" '
-                    "(save_adapter_weights_only=True)"
-                )
-            else:
-                saved = "the base weights alone"
-                advice = (
-                    "train adapters with lora_finetune_single_device or lora_finetune_distributed (in code of your "
-                    f"own: {_WITH_ADAPTER}), or take the adapter out of the model"
-                )
-        elif name in weights:
-            saved = "the adapter alone"
-            advice = (
-                "freeze it, or train it with full_finetune_single_device or full_finetune_distributed without adapters"
-            )
-        else:
-            saved = "only what has a name in Hugging Face's or PEFT's format, and it has none"
-            advice = "name it in owned_parameters(model) of the conversion that adds it, freeze it, or leave that out"
-        omitted = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
-        raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
-
-    def tensor_group(self, group: Group, turn: int) -> TensorGroup:
-        """Return the external tensors of one group of a weight map, to write.
-
-        Computing them needs memory for one full tensor. If weights are merged or converted, it is a collective.
-
-        Args:
-            group: group of a weight map.
-            turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
-        """
-        # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
-        specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
-        shapes = [spec.shape for spec in specs]
-
-        def compute() -> list[TensorSlice]:
-            slices = []
-            for index, name in enumerate(group.tune):
-                shard = self.shard(name, turn)
-                if not shard.is_writer:
-                    continue
-                # A shard of a weight may lie in several external tensors, or in several slices of one.
-                for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
-                    data = external_slice.of(shard.data)
-                    start = tuple(dim.start for dim in external_slice.slices)
-                    external_name = group.external[external_slice.external]
-                    slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
-            return slices
-
-        specs_by_name = dict(zip(group.external, specs, strict=True))
-        return TensorGroup(specs_by_name, compute, specs[0].itemsize)
-
-    def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
-        """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
-        _, description = self.spec_and_description
-        return self.tensor_group(Group((external,), (name,), Identity(), description), turn)
-
-    def shard(self, name: str, turn: int) -> LocalShard:
-        """Return this rank's shard of a full weight to save.
-
-        Weights that are not read yet are read for the time of the call. A collective: conversions and merging need an
-        all-gather.
-
-        Args:
-            name: name of the full weight.
-            turn: chooses the rank that writes a replicated weight, see :meth:`LocalShard.of`.
-        """
-        merge_inputs = set()
-        if self.merges and name in self.base:
-            merge_inputs = self._merge_inputs(name)
-        present = nullcontext()
-        if self._unread is not None:
-            present = self._unread.present(self, {name, *merge_inputs})
-        with present:
-            parameter = self.parameters.get(name)
-            if merge_inputs:
-                weight = self._merged(name, merge_inputs)
-            elif name in self.stored_weights:
-                weight = self.full(name)
-            else:
-                weight = parameter
-        if name in self.stored_weights or not isinstance(parameter, DTensor):
-            # Every rank has the full weight.
-            slices = full_slices(weight.shape)
-            is_writer = self.ranks.rank == turn % self.ranks.size
-            return LocalShard(self.specs[name], slices, weight.detach(), is_writer)
-        shard = LocalShard.of(parameter, self.ranks, turn)
-        if weight is parameter:
-            return shard
-        # A copy, because a view would keep the full weight in memory.
-        return replace(shard, data=weight[shard.slices].clone())
-
-    @cached_property
-    def _model_wide(self) -> set[str]:
-        """Owned parameters of modules without a base weight: they may change any weight."""
-        layers = {name.rpartition(".")[0] for name in self.base}
-        return {name for name in self.owned if layers.isdisjoint(parent_modules(name))}
-
-    def _merge_inputs(self, name: str) -> set[str]:
-        """Return the parameters from which a merged weight is computed; empty if no conversion owns any of them."""
-        path = name.rpartition(".")[0]
-        module = self.model.get_submodule(path)
-        inputs = {parameter for parameter, _ in module.named_parameters(prefix=path)} | self._model_wide
-        if inputs.isdisjoint(self.owned):
-            return set()
-        return inputs
-
-    def _merged(self, name: str, merge_inputs: set[str]) -> torch.Tensor:
-        """Return the full weight with all adapters merged. A collective: all ranks gather in the same order."""
-        gathered = {}
-        for parameter_name in sorted(merge_inputs):
-            parameter = self.parameters[parameter_name]
-            if isinstance(parameter, DTensor):
-                gathered[parameter_name] = full_tensor(parameter)
-        # Conversions compute merged weights from the parameters of the layer: give them full ones.
-        with replaced_parameters(self.model, gathered):
-            weight = self.full(name, gathered)
-            for conversion in self.conversions:
-                merged = conversion.merged(name, weight, self.model)
-                if merged.shape != weight.shape or merged.dtype != weight.dtype:
-                    raise wrong_tensors(
-                        conversion,
-                        f"merged('{name}', …)",
-                        describe_tensors({name: merged}),
-                        f"the weight is {describe_tensors({name: weight})}",
-                    )
-                weight = merged
-        return weight

@@ -1,6 +1,6 @@
 """Quantize a checkpoint, one tensor at a time: compressed-tensors, which vLLM and ``transformers`` load, or GGUF."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from torchtune.modules.low_precision.quantizers import (
 )
 from torchtune.utils import UserError, atomic_directory, get_logger, sign_of_life, write_json
 
+# Converts a weight to the tensors that store it quantized, by name.
+_Compress = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 # Modules that configs may name for quantizers.
 _QUANTIZER_MODULES = ("torchtune.training.quantization", quantizers.__name__)
 
@@ -169,14 +171,15 @@ def write_compressed(
             shape = files.shape(name)
             first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for its dtype
             weight = torch.empty(shape, dtype=dtype or first_element.dtype, device="meta")
-            # Values are read and quantized when the file is written, one weight at a time.
             if name in quantized_names:
-                specs = _compressed_specs(quantizer, storage_format, name, weight)
-                compute = partial(_compressed_slices, files, name, device, dtype, quantizer, storage_format)
+                compress = partial(_compress, quantizer, storage_format, name)
+                specs = _compressed_specs(compress, weight)
             else:
+                compress = None
                 specs = {name: weight}
-                compute = partial(_kept_slices, files, name, device, dtype)
                 kept_dtype = weight.dtype
+            # Values are read and quantized when the file is written, one weight at a time.
+            compute = partial(_read_slices, files, name, device, dtype, compress)
             tensors.append(TensorGroup(specs, compute, weight.itemsize))
     spec, description = spec_and_description(model)
     config = config_of(spec, description, description.vocab_size, kept_dtype, source.checkpoint_dir)
@@ -187,14 +190,12 @@ def write_compressed(
         write_tensors(tensors, folder, MAX_SHARD_BYTES)
 
 
-def _compressed_specs(
-    quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _compressed_specs(compress: _Compress, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that store a weight, on the meta device."""
     # Quantize one row to find their dtypes and widths.
     row = torch.zeros(1, *weight.shape[1:], dtype=weight.dtype)
     specs = {}
-    for key, tensor in _compress(quantizer, storage_format, name, row).items():
+    for key, tensor in compress(row).items():
         if key.endswith(SHAPE):  # the only tensor that is not by rows: two integers
             shape = (2,)
         else:
@@ -203,30 +204,20 @@ def _compressed_specs(
     return specs
 
 
-def _read_weight(files: WeightFiles, name: str, device: torch.device | str, dtype: torch.dtype | None) -> torch.Tensor:
-    sign_of_life()
-    tensor = files.read(name)
-    return tensor.to(device, dtype or tensor.dtype)
-
-
-def _kept_slices(
-    files: WeightFiles, name: str, device: torch.device | str, dtype: torch.dtype | None
-) -> list[TensorSlice]:
-    """Read a weight that is not quantized."""
-    return [TensorSlice.of(name, _read_weight(files, name, device, dtype).cpu())]
-
-
-def _compressed_slices(
+def _read_slices(
     files: WeightFiles,
     name: str,
     device: torch.device | str,
     dtype: torch.dtype | None,
-    quantizer: Quantizer,
-    storage_format: str,
+    compress: _Compress | None,
 ) -> list[TensorSlice]:
-    """Read a weight, and quantize it on the device."""
-    weight = _read_weight(files, name, device, dtype)
-    tensors = _compress(quantizer, storage_format, name, weight)
+    """Read a weight, and quantize it on the device with ``compress``; None leaves it as it is."""
+    sign_of_life()
+    weight = files.read(name)
+    weight = weight.to(device, dtype or weight.dtype)
+    tensors = {name: weight}
+    if compress is not None:
+        tensors = compress(weight)
     return [TensorSlice.of(key, tensor.cpu()) for key, tensor in tensors.items()]
 
 

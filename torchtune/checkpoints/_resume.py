@@ -290,25 +290,20 @@ def check_same_settings(cfg: Any, ranks: Ranks) -> None:
     # The serialized settings again: secrets are redacted, and variables of the environment are not resolved.
     text = to_yaml(cfg)
     text_of_first = ranks.broadcast(text)
-    with ranks.raise_on_all():
-        if text != text_of_first:
-            _refuse_other_settings(yaml.safe_load(text_of_first), yaml.safe_load(text), ranks.rank)
-
-
-def _refuse_other_settings(first: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:
-    """Raise ``CheckpointError`` if settings differ that must be equal on all ranks."""
     changes = []
-    for key, value_of_first, value in _differences("", first, own):
-        key = key.removeprefix(".")
-        are_paths = _is_absolute(value_of_first) and _is_absolute(value)
-        if are_paths or key.partition(".")[0] in _MAY_DIFFER:
-            continue
-        changes.append(f"{key} is {value_of_first} on rank 0 and {value} on rank {rank}")
-    if changes:
-        raise CheckpointError(
-            f"The machines run with other settings: {'; '.join(changes)}: give all machines the same config and the "
-            "same command line."
-        )
+    if text != text_of_first:
+        for key, value_of_first, value in _differences("", yaml.safe_load(text_of_first), yaml.safe_load(text)):
+            key = key.removeprefix(".")
+            are_paths = _is_absolute(value_of_first) and _is_absolute(value)
+            if are_paths or key.partition(".")[0] in _MAY_DIFFER:
+                continue
+            changes.append(f"{key} is {value_of_first} on rank 0 and {value} on rank {ranks.rank}")
+    with ranks.raise_on_all():
+        if changes:
+            raise CheckpointError(
+                f"The machines run with other settings: {'; '.join(changes)}: give all machines the same config and "
+                "the same command line."
+            )
 
 
 def _is_absolute(value: Any) -> bool:

@@ -434,7 +434,18 @@ class ScaledFiles(_QuantizedFiles):
         scale = super().read(name + self._scale)
         if scale.dtype.is_floating_point and len(shape) > 1:
             *matrices, rows, columns = shape
-            for blocks, size in self._possible_blocks(scale, shape):
+            # The scales as [matrices …, blocks of rows, blocks of columns], and the block sizes that they may have.
+            blocks = scale
+            possible_sizes: list[BlockSize | None] = []
+            if scale.numel() == math.prod(matrices):  # one scale per matrix
+                blocks = scale.view(*matrices, 1, 1)
+                possible_sizes = [(rows, columns)]
+            elif scale.dim() == len(shape) - 1:  # per block without a dimension for columns, or per row
+                blocks = scale.unsqueeze(-1)
+                possible_sizes = [self._block, (1, columns)]
+            elif scale.dim() == len(shape):  # per block, or per group of a row
+                possible_sizes = [self._block, (1, columns // max(scale.shape[-1], 1))]
+            for size in possible_sizes:
                 if size is None or not all(size):
                     continue
                 block_rows, block_columns = size
@@ -450,20 +461,6 @@ class ScaledFiles(_QuantizedFiles):
             f"{self.path_of(name)}: '{name}{self._scale}' {list(scale.shape)} of {scale.dtype} does not fit the shape "
             f"{list(shape)} of the weight{of_blocks}: {_ADVICE}."
         )
-
-    def _possible_blocks(
-        self, scale: torch.Tensor, shape: tuple[int, ...]
-    ) -> Iterator[tuple[torch.Tensor, BlockSize | None]]:
-        """Yield the scales ``[…, blocks of rows, blocks of columns]`` with each block size that they may have."""
-        matrices = shape[:-2]
-        if scale.numel() == math.prod(matrices):  # one scale per matrix
-            yield scale.view(*matrices, 1, 1), shape[-2:]
-        elif scale.dim() == len(shape) - 1:  # per block without a dimension for columns, or per row
-            yield scale.unsqueeze(-1), self._block
-            yield scale.unsqueeze(-1), (1, shape[-1])
-        elif scale.dim() == len(shape):  # per block, or per group of a row
-            yield scale, self._block
-            yield scale, (1, shape[-1] // max(scale.shape[-1], 1))
 
 
 def _read_block_size(config: Path) -> BlockSize | None:

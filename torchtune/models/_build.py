@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from torchtune.models._description import Description
-from torchtune.models._rope_scaling import (
+from torchtune.models._description import (
+    Description,
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,

@@ -10,12 +10,11 @@ from torch import nn
 
 from torchtune.models._build import build, feed_forward
 from torchtune.models._builders import LoraAttnModules, Model, convert_to_lora
-from torchtune.models._description import ModelError
+from torchtune.models._description import ImageTextDescription, ModelError, VisionDescription
 from torchtune.models._from_hf_config import from_hf_config
 from torchtune.models._hf_vision import ImageTextFormat, read_config, write_config
 from torchtune.models._image_processors import ImageProcessor
 from torchtune.models._spec import ModelSpec
-from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 from torchtune.models._weight_map import WeightMap
 from torchtune.modules.attention import MultiHeadAttention
 from torchtune.modules.feed_forward import FeedForward

@@ -1,16 +1,177 @@
-"""Description of a decoder's architecture, from which every text model is built."""
+"""Descriptions of architectures, from which every model is built: text decoders, vision towers, and both together."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from torchtune.models._mixers import Mixer
-from torchtune.models._rope_scaling import LongRopeScaling, RopeScaling
 from torchtune.utils import UserError
 
 
 class ModelError(UserError, ValueError):
     """Raised when a model cannot be described, built or found; the message names the invalid field or name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Llama 3.1's scaling of low rotary frequencies (``rope_type: llama3`` in a Hugging Face config).
+
+    Attributes:
+        factor: divisor of frequencies with wavelengths above ``original_max_seq_len / low_freq_factor``.
+        low_freq_factor: see ``factor``.
+        high_freq_factor: frequencies with wavelengths below ``original_max_seq_len / high_freq_factor`` are unchanged;
+            frequencies in between are interpolated.
+        original_max_seq_len: pre-training context length.
+
+    Example:
+        >>> torchtune.models.Llama3RopeScaling(factor=32.0).original_max_seq_len
+        8192
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling:
+    """Linear scaling: positions are divided by ``factor`` (``rope_type: linear``).
+
+    Attributes:
+        factor: divisor of the positions.
+
+    Example:
+        >>> torchtune.models.LinearRopeScaling(factor=4.0).factor
+        4.0
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicRopeScaling:
+    """Dynamic NTK scaling: the base grows with sequences beyond ``original_max_seq_len`` (``rope_type: dynamic``).
+
+    Attributes:
+        factor: growth rate of the base.
+        original_max_seq_len: sequences up to this length are not scaled.
+
+    Example:
+        >>> torchtune.models.DynamicRopeScaling(factor=2.0, original_max_seq_len=2048).factor
+        2.0
+    """
+
+    factor: float
+    original_max_seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRopeScaling:
+    """YaRN (https://arxiv.org/abs/2309.00071; ``rope_type: yarn``).
+
+    Attributes:
+        factor: divisor of low frequencies.
+        original_max_seq_len: pre-training context length.
+        beta_fast: channels with at least this many rotations in ``original_max_seq_len`` are unchanged.
+        beta_slow: channels with at most this many rotations are divided by ``factor``; others are interpolated.
+        truncate: whether the interpolation range is rounded to whole channels.
+        attention_factor: factor of cosine and sine; None: computed from ``factor``, ``mscale`` and ``mscale_all_dim``.
+        mscale: coefficient in the numerator of the computed factor; used only with ``mscale_all_dim``.
+        mscale_all_dim: coefficient in the denominator; see ``mscale``.
+
+    Example:
+        >>> torchtune.models.YarnRopeScaling(factor=4.0, original_max_seq_len=4096).beta_fast
+        32.0
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosine and sine."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        grown = math.log(max(self.factor, 1.0)) / 10
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * grown + 1.0) / (self.mscale_all_dim * grown + 1.0)
+        return grown + 1.0
+
+    @property
+    def latent_magnitude(self) -> float:
+        """Additional factor of latent attention's scores."""
+        return ((self.mscale_all_dim or 0.0) * math.log(max(self.factor, 1.0)) / 10 + 1.0) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE (https://arxiv.org/abs/2402.13753; ``rope_type: longrope``).
+
+    Attributes:
+        short_factors: multipliers of the wavelengths in sequences of up to ``original_max_seq_len`` tokens, one per
+            rotated pair of channels.
+        long_factors: multipliers in longer sequences.
+        original_max_seq_len: pre-training context length.
+        factor: ratio of the extended to the pre-training context length.
+        attention_factor: factor of cosine and sine; None: computed from ``factor``.
+
+    Example:
+        >>> factors = {"short_factors": (1.0, 1.0), "long_factors": (2.0, 4.0)}
+        >>> scaling = torchtune.models.LongRopeScaling(**factors, original_max_seq_len=4096, factor=32.0)
+        >>> scaling.original_max_seq_len
+        4096
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_seq_len: int
+    factor: float
+    attention_factor: float | None = None
+
+    @property
+    def both(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Short and long factors."""
+        return self.short_factors, self.long_factors
+
+    @property
+    def magnitude(self) -> float:
+        """Factor of cosine and sine."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(max(self.factor, 1.0)) / math.log(self.original_max_seq_len))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProportionalRopeScaling:
+    """Partial RoPE that rotates the pairs of channels with the highest frequencies (``rope_type: proportional``).
+
+    The frequencies are computed for the full head, unlike with ``rope_dim``.
+
+    Attributes:
+        fraction: fraction of a head's pairs that are rotated.
+        factor: divisor of the positions.
+    """
+
+    fraction: float = 1.0
+    factor: float = 1.0
+
+
+RopeScaling = (
+    Llama3RopeScaling
+    | LinearRopeScaling
+    | DynamicRopeScaling
+    | YarnRopeScaling
+    | LongRopeScaling
+    | ProportionalRopeScaling
+)
 
 
 # Upper limits of sizes: larger than in any model, but small enough to build the modules on the meta device.
@@ -448,3 +609,154 @@ class Description:
     def has_qk_norm(self) -> bool:
         """Whether queries and keys are normalized per head."""
         return self.qk_norm != "none"
+
+
+_TOWER_SIZES = ("patch_size", "embed_dim", "output_dim", "merge")
+_TOWER_LAYER_SIZES = ("num_layers", "intermediate_dim", "num_heads")  # of a tower with layers
+_LARGEST_IN_TOWER = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionDescription:
+    """Complete description of a vision tower and its projector.
+
+    The meaning of fields does not depend on the model family, as in :class:`Description`.
+
+    Raises:
+        ModelError: a field is invalid, or fields are inconsistent.
+
+    Example:
+        >>> tower = torchtune.models.VisionDescription(
+        ...     patch_size=14, num_layers=2, embed_dim=32, intermediate_dim=64, num_heads=4, output_dim=48
+        ... )
+        >>> tower.head_dim, tower.patch_values
+        (8, 588)
+    """
+
+    # Patches
+    patch_size: int
+    frames_per_patch: int = 1
+    num_channels: int = 3
+    patch_bias: bool = True
+    patch_norms: bool = False  # norms before and after the embedding of patches
+
+    # Layers
+    num_layers: int = 0  # 0: patches are only embedded and projected
+    embed_dim: int
+    intermediate_dim: int = 0
+    num_heads: int = 0
+    attn_bias: bool = True  # biases of the query, key and value projections
+    attn_output_bias: bool = True
+    mlp_bias: bool = True
+    mlp_gated: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-6
+    post_norms: bool = False  # norms of the outputs of attention and feed-forward
+    head_norms: bool = False  # RMSNorms of queries and keys, and an RMSNorm without weight of values
+    attn_scale: float | None = None
+    clipped: bool = False  # linear layers clip their input and output
+    first_norm: bool = False  # norm before the layers
+    last_norm: bool = False  # norm after the layers
+    window: int = 0  # rows and columns of tokens in an attention window; 0: none
+    full_layers: tuple[int, ...] = ()  # layers with attention to the whole frame
+
+    # Positions
+    positions: Literal["none", "interpolated", "classed", "axes"] = "none"  # kind of learned position embeddings
+    positions_side: int = 0  # rows and columns of the embedding table
+    rope: Literal["none", "axial", "alternating", "halves", "neighbors"] = "none"  # see GridRotaryPositionalEmbeddings
+    rope_base: float = 10_000.0
+
+    # Projector
+    merge: int = 1  # rows and columns of patches that become one token
+    output_dim: int  # width of the text decoder
+    merge_channels_first: bool = False
+    merge_pools: bool = False  # a token is the mean of its patches
+    merge_standardized: bool = False  # merged patches are shifted and scaled, without training
+    merge_norm: Literal["none", "layer", "rms", "plain"] = "none"  # of patches or pooled tokens; plain: no weight
+    merge_norm_eps: float = 1e-6
+    merge_reduces: bool = False  # merged patches are projected to the width of one patch
+    projector_dim: int = 0  # intermediate width; 0: the projector is one linear layer
+    projector_first: bool = False  # the projector has a further first layer of width projector_dim
+    projector_bias: bool = True
+    deep_layers: tuple[int, ...] = ()  # layers with outputs that are added in the decoder's first layers (DeepStack)
+
+    def __post_init__(self) -> None:
+        sizes = _TOWER_SIZES
+        if self.num_layers:
+            sizes = (*_TOWER_SIZES, *_TOWER_LAYER_SIZES)
+        for field in sizes:
+            if not 1 <= getattr(self, field) <= _LARGEST_IN_TOWER:
+                raise ModelError(
+                    f"vision: {field} must be from 1 to {_LARGEST_IN_TOWER:,}, got {getattr(self, field):,}."
+                )
+        if self.num_layers:
+            if self.embed_dim % self.num_heads:
+                raise ModelError(
+                    f"vision: embed_dim ({self.embed_dim}) must be a multiple of num_heads ({self.num_heads})."
+                )
+            if self.rope != "none" and self.head_dim % 4:  # rows and columns rotate half of the pairs of channels each
+                raise ModelError(
+                    f"vision: embed_dim ({self.embed_dim}) must be num_heads ({self.num_heads}) times a multiple of 4."
+                )
+        for field in ("deep_layers", "full_layers"):
+            if not all(0 <= layer < self.num_layers for layer in getattr(self, field)):
+                raise ModelError(f"vision: {field} must be layers of the tower, got {list(getattr(self, field))}.")
+        if bool(self.positions_side) != (self.positions != "none"):
+            raise ModelError(f"vision: positions ('{self.positions}') and positions_side go together.")
+        if self.full_layers and not self.window:
+            raise ModelError("vision: full_layers needs window.")
+        if self.positions == "classed" and (self.window or self.deep_layers):
+            raise ModelError("vision: positions 'classed' do not go with window or deep_layers.")
+        if self.projector_first and (self.merge_reduces or not self.projector_dim):
+            raise ModelError("vision: projector_first needs projector_dim, and no merge_reduces.")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of a head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Number of values of a patch."""
+        return self.num_channels * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of a patch in the convolution of a checkpoint: channels, frames (unless 1), rows, columns."""
+        frames = (self.frames_per_patch,) if self.frames_per_patch > 1 else ()
+        return (self.num_channels, *frames, self.patch_size, self.patch_size)
+
+    @property
+    def num_deep_layers(self) -> int:
+        """Number of ``deep_layers``."""
+        return len(self.deep_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextDescription(Description):
+    """Description of a vision-language model: a text decoder with image tokens in the text sequence.
+
+    Raises:
+        ModelError: a field is invalid, or fields are inconsistent.
+
+    Example:
+        >>> isinstance(model.description, torchtune.models.ImageTextDescription)
+        False
+    """
+
+    vision: VisionDescription
+    image_tokens: tuple[int, ...]  # ids of the placeholder tokens of images and videos
+    pad_token: int | None = None  # token that is embedded instead of placeholders; None: they are embedded
+    image_blocks: bool = False  # tokens of an image attend to each other in both directions in sliding-window layers
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vision.output_dim != self.embed_dim:
+            raise ModelError(
+                f"vision: output_dim ({self.vision.output_dim}) must be embed_dim of the text ({self.embed_dim})."
+            )
+        if len(self.vision.deep_layers) > self.num_layers:
+            raise ModelError(f"vision: the text has fewer layers ({self.num_layers}) than deep_layers.")
+        if not self.image_tokens or not all(0 <= token < self.vocab_size for token in self.image_tokens):
+            raise ModelError(f"image_tokens {list(self.image_tokens)} must be tokens of the vocabulary.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtune.models._description import Description, ModelError
+from torchtune.models._description import Description, LongRopeScaling, ModelError
 from torchtune.models._hf_fields import (
     HF_ACTIVATION_NAMES,
     HF_ACTIVATIONS,
@@ -18,7 +18,6 @@ from torchtune.models._hf_fields import (
     write_layer_types,
 )
 from torchtune.models._hf_rope import read_rope, write_rope_by_layer_type, write_scaling
-from torchtune.models._rope_scaling import LongRopeScaling
 from torchtune.utils import read_json
 
 # Fields in which null means absent, so that HFFormat.defaults apply.
@@ -257,7 +256,11 @@ class HFFormat:
             config["original_max_position_embeddings"] = description.rope_scaling.original_max_seq_len
         if description.is_classifier:
             config["architectures"] = [self.architecture.replace("ForCausalLM", _CLASSIFIER)]
-            config |= _write_classes(description)
+            class_names = description.class_names or _default_names(description.num_classes)
+            config["id2label"] = dict(enumerate(class_names))
+            config["label2id"] = {name: index for index, name in enumerate(class_names)}
+            if description.problem_type is not None:
+                config["problem_type"] = description.problem_type
         attention_flag, mlp_flag = self.bias_fields
         if self.biases == "attention_bias":
             config[attention_flag] = description.attn_output_bias if self.output_bias else description.q_bias
@@ -392,17 +395,6 @@ def _read_classes(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     if isinstance(problem_type, str):
         classes["problem_type"] = problem_type
     return classes
-
-
-def _write_classes(description: Description) -> dict[str, Any]:
-    names = description.class_names or _default_names(description.num_classes)
-    config: dict[str, Any] = {
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
-    }
-    if description.problem_type is not None:
-        config["problem_type"] = description.problem_type
-    return config
 
 
 def _default_names(num_classes: int) -> tuple[str, ...]:

@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtune.models._description import Description, ModelError
-from torchtune.models._hf_fields import Fields, is_number, is_whole
-from torchtune.models._rope_scaling import (
+from torchtune.models._description import (
+    Description,
     DynamicRopeScaling,
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ModelError,
     ProportionalRopeScaling,
     RopeScaling,
     YarnRopeScaling,
 )
+from torchtune.models._hf_fields import Fields, is_number, is_whole
 
 # Pre-training context length, beside the parameters of a scaling or at the top level of a file.
 _ORIGINAL_FIELD = "original_max_position_embeddings"
@@ -100,7 +101,12 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
 
     # Before transformers 5, the base and the rotated fraction are fields of their own.
     base = fields.take("rope_theta", 10_000.0)
-    fraction = _read_rotated_fraction(fields, allowed, head_dim)
+    rotary_dim = head_dim
+    if "dim" in allowed:
+        rotary_dim = fields.take("rotary_dim", head_dim)
+    if fields.has("partial_rotary_factor"):
+        rotary_dim = head_dim  # even null has precedence, and means 1
+    fraction = fields.take("partial_rotary_factor", rotary_dim / head_dim)
     window_base = fields.take("rope_local_base_freq", None)
     parameters = dict(fields.take("rope_parameters", None) or {})
     scaling = fields.take("rope_scaling", None)
@@ -145,14 +151,6 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     values["rope_base"] = base
     values["rope_scaling"] = _read_scaling(fields, field_name, rope)
     return values
-
-
-def _read_rotated_fraction(fields: Fields, allowed: tuple[str, ...], head_dim: int) -> float:
-    """Return the fraction of a head's channels that are rotated, from the fields outside of ``rope_parameters``."""
-    rotary_dim = fields.take("rotary_dim", head_dim) if "dim" in allowed else head_dim
-    if fields.has("partial_rotary_factor"):
-        rotary_dim = head_dim  # even null has precedence, and means 1
-    return fields.take("partial_rotary_factor", rotary_dim / head_dim)
 
 
 def _parameters_by_layer_type(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torchtune.models._description import ModelError
+from torchtune.models._description import ImageTextDescription, ModelError, VisionDescription
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import (
     HF_ACTIVATION_NAMES,
@@ -16,7 +16,6 @@ from torchtune.models._hf_fields import (
     is_whole,
     no_values,
 )
-from torchtune.models._vision_description import ImageTextDescription, VisionDescription
 
 # Fields with ids of tokens around images and of other media, which are not read.
 _OTHER_IDS = {"vision_start_token_id", "vision_end_token_id", "vision_token_id", "video_token_id"}
@@ -208,8 +207,16 @@ def read_config(
     formats: Sequence[ImageTextFormat], config: Mapping[str, Any], ignore_fields: Collection[str] = ()
 ) -> ImageTextDescription:
     """Read a ``config.json``, in the format for its architecture and text decoder."""
-    if "text_config" not in config:
-        config = _with_text_config(config)
+    if "text_config" not in config:  # before transformers 5, fields of the text decoder are at the top level
+        outer_fields = {}
+        text_fields = {}
+        for name, value in config.items():
+            is_outer = name in ("architectures", "model_type", "vision_config", "tie_word_embeddings")
+            if is_outer or name.endswith("_token_id"):
+                outer_fields[name] = value
+            else:
+                text_fields[name] = value
+        config = {**outer_fields, "text_config": text_fields}
     text_config = config["text_config"] if isinstance(config["text_config"], Mapping) else {}
     architecture = architecture_of(config)
     candidates = [hf_format for hf_format in formats if hf_format.architecture == architecture] or formats
@@ -217,19 +224,6 @@ def read_config(
         if hf_format.text.model_type == text_config.get("model_type"):
             return hf_format.read(config, ignore_fields)
     return candidates[0].read(config, ignore_fields)
-
-
-def _with_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Move fields of the text decoder to ``text_config``: before transformers 5, they are at the top level."""
-    outer_config = {}
-    text_config = {}
-    for name, value in config.items():
-        is_outer = name in ("architectures", "model_type", "vision_config", "tie_word_embeddings")
-        if is_outer or name.endswith("_token_id"):
-            outer_config[name] = value
-        else:
-            text_config[name] = value
-    return {**outer_config, "text_config": text_config}
 
 
 def write_config(formats: Sequence[ImageTextFormat], d: ImageTextDescription) -> dict[str, Any]:

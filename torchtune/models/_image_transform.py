@@ -28,11 +28,10 @@ from torchtune.data import (
     read_tool_calls,
     truncate_row,
 )
-from torchtune.models._description import ModelError
+from torchtune.models._description import ImageTextDescription, ModelError
 from torchtune.models._hf_fields import architecture_of
 from torchtune.models._image_processors import ImageProcessor, Plan
 from torchtune.models._spec import spec_for_architecture
-from torchtune.models._vision_description import ImageTextDescription
 from torchtune.tokenizers import HuggingFaceModelTokenizer, hf_tokenizer
 from torchtune.utils import read_json
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtune._lazy import modules_in
 from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import HFFormat
 from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._weight_map import WeightMap
 
@@ -157,6 +158,32 @@ class ModelSpec:
                 raise ModelError(
                     f"LoRA: '{path}' is not a module of its own in checkpoints of {self.name}: leave it out."
                 )
+
+
+def family(
+    name: str,
+    hf_format: HFFormat,
+    names: WeightMap,
+    *,
+    formats: Mapping[str, WeightMap] | None = None,
+    **attributes: Any,
+) -> ModelSpec:
+    """Make the specification of a family.
+
+    Args:
+        name: name in the registry, equal to the name of the module.
+        hf_format: reads and writes the ``config.json`` of the family.
+        names: weight names of Hugging Face's files.
+        formats: weight names of other formats.
+        **attributes: further attributes of the :class:`ModelSpec`, or replacements of the above.
+    """
+    values = {
+        "architectures": (hf_format.architecture,),
+        "from_hf_config": hf_format.read,
+        "to_hf_config": hf_format.write,
+        "weight_maps": {"hf": names, **(formats or {})},
+    }
+    return ModelSpec(name=name, **{**values, **attributes})
 
 
 # Architectures that several families have -> the family that reads them, because its options cover the others.

@@ -22,32 +22,175 @@ Writing works the same with ``to_external``. For adapters, ``weight_map.peft()``
 PEFT's, derived from the same rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, pairwise, product
 from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtune.models._description import Description
-from torchtune.models._weight_ops import (
-    ExpertAdapter,
-    ExternalSlice,
-    FusedAdapter,
-    FusedExperts,
-    Identity,
-    Op,
-    Slices,
-    Split,
-    Stack,
-)
 from torchtune.utils import UserError
 
 
 class WeightMapError(UserError, ValueError):
     """Raised when names or tensors of a checkpoint do not match the model; the message names the tensor."""
+
+
+PEFT_PREFIX = "base_model.model."
+
+# Slice of a tensor: one range per dimension.
+Slices = tuple[slice, ...]
+
+
+def is_empty(slices: Slices) -> bool:
+    """Return whether a slice is empty, for example a rank's shard if there are more ranks than rows."""
+    return any(part.stop <= part.start for part in slices)
+
+
+@dataclass(frozen=True, eq=False)
+class ExternalSlice:
+    """Slice of an external tensor, and the corresponding rows in a slice of our tensor.
+
+    Attributes:
+        external: index of the external tensor in its group.
+        slices: slice of the external tensor.
+        rows: rows of our slice: indices int64 ``[rows]``, a range, one index (which drops the dimension), a tuple of
+            such values, or None for all rows.
+        transposed: whether the last two dimensions are swapped.
+    """
+
+    external: int
+    slices: Slices
+    rows: Tensor | slice | int | tuple[slice | int, ...] | None = None
+    transposed: bool = False
+
+    def of(self, ours: Tensor) -> Tensor:
+        """Return the values of the external slice from our slice."""
+        values = ours if self.rows is None else ours[self.rows]
+        return values.transpose(-1, -2) if self.transposed else values
+
+    def fill(self, ours: Tensor, value: Tensor) -> None:
+        """Copy the values of the external slice to our slice."""
+        if self.transposed:
+            value = value.transpose(-1, -2)
+        if isinstance(self.rows, Tensor):
+            ours[self.rows.to(ours.device)] = value.to(ours)
+        elif self.rows is None:
+            ours.copy_(value)
+        else:
+            ours[self.rows].copy_(value)
+
+
+class Op(ABC):
+    """Base class of exact, reversible conversions between the external tensors of a group and ours, without arithmetic.
+
+    Attributes:
+        rowwise: whether the op only reorders the first dimension of one tensor, so that it also applies to biases,
+            ``lora_b`` and magnitudes.
+        matrix_per_expert: whether the external tensors are matrices, one for each expert.
+    """
+
+    rowwise: ClassVar[bool] = False
+    matrix_per_expert: ClassVar[bool] = False
+
+    @abstractmethod
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Convert external tensors to our tensors."""
+
+    @abstractmethod
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Convert our tensors to external tensors."""
+
+    def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
+        """Return the op for external tensors of these shapes, for families with several file layouts."""
+        return self
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return the slices of external tensors that form a slice of one of our tensors.
+
+        The default implementation applies :meth:`to_tune` to the row indices; it is for ops that only move rows.
+
+        Args:
+            which: index of our tensor in its group.
+            slices: slice of our tensor.
+            shapes: shapes of the external tensors.
+            description: the description of the model.
+        """
+        if is_empty(slices):
+            return []
+        # Number the rows of all external tensors, and let the op move the numbers instead of the rows.
+        ends = list(accumulate(shape[0] for shape in shapes))
+        numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
+        rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()  # order: rows of our slice
+        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)  # external tensor of each row
+        # Each run of consecutive rows of one tensor is read at once.
+        breaks = (rows.diff() != 1) | (tensors.diff() != 0)
+        cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
+        external_slices = []
+        for start, stop in pairwise(cuts):
+            external = int(tensors[start])
+            first = int(rows[start]) - (ends[external] - shapes[external][0])
+            our_rows = order[start:stop]
+            is_contiguous = bool((our_rows.diff() == 1).all())
+            index = slice(int(our_rows[0]), int(our_rows[0]) + len(our_rows)) if is_contiguous else our_rows
+            external_rows = slice(first, first + stop - start)
+            external_slices.append(ExternalSlice(external, (external_rows, *slices[1:]), index))
+        return external_slices
+
+    def peft_rows(self, row: "Row") -> list["Row"]:
+        """Return the rows of the adapter of a weight whose row has this op; none if no layer of it has adapters.
+
+        The default implementation is for linear layers.
+        """
+        if len(row.external_templates) != 1 or len(row.tune_templates) != 1 or not self.rowwise:
+            return []
+        external = row.external_templates[0]
+        tune = row.tune_templates[0]
+        # Other weights are experts, norms (``scale``), biases, and parameters without a module.
+        is_linear = external.endswith(".weight") and tune.endswith(".weight")
+        if not is_linear or "{expert}" in external + tune:
+            return []
+        external = PEFT_PREFIX + external.removesuffix(".weight")
+        tune = tune.removesuffix(".weight")
+        return [
+            # An op reorders output rows, which only lora_b and the magnitude have.
+            Row(f"{external}.lora_A.weight", f"{tune}.lora_a.weight", when=row.when),
+            Row(f"{external}.lora_B.weight", f"{tune}.lora_b.weight", self, row.when),
+            Row(f"{external}.lora_magnitude_vector", f"{tune}.magnitude", self, row.when),
+        ]
+
+
+@dataclass(frozen=True)
+class Identity(Op):
+    """Op that changes nothing.
+
+    Example:
+        >>> torchtune.models.Identity().to_tune([torch.ones(2)], None)
+        [tensor([1., 1.])]
+    """
+
+    rowwise: ClassVar[bool] = True
+
+    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Return the same tensors."""
+        return list(tensors)
+
+    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
+        """Return the same tensors."""
+        return list(tensors)
+
+    def external_slices(
+        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
+    ) -> list[ExternalSlice]:
+        """Return the same slice."""
+        return [ExternalSlice(which, slices)]
 
 
 @dataclass(frozen=True)
@@ -64,7 +207,7 @@ class Row:
 
     external: str | tuple[str, ...]
     tune: str | tuple[str, ...]
-    op: Op = Identity()  # noqa: RUF009 - ops are frozen dataclasses
+    op: Op = Identity()
     when: str = ""
 
     @property
@@ -143,7 +286,7 @@ class Group:
             shapes: shapes of the external tensors, in the order of ``external``.
             source: reads a slice of an external tensor.
         """
-        for part in self.op.external_slices(self.tune.index(name), slices, shapes, self.description):
+        for part in self.external_slices(name, slices, shapes):
             part.fill(target, source(self.external[part.external], part.slices))
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
@@ -160,8 +303,6 @@ _PLACEHOLDERS = {
     "deep": "vision.num_deep_layers",
 }
 _LAYERS = ("layer", "block", "head", "deep")  # a group has tensors of one layer only
-
-PEFT_PREFIX = "base_model.model."
 
 
 def rename_prefix(name: str, prefixes: Mapping[str, str]) -> str:
@@ -354,7 +495,7 @@ class WeightMap:
         ``peft`` interprets target modules with such names as experts, so adapter files list the layer's weight as a
         target parameter.
         """
-        expert_matrices = {_leaf(row.external_templates[0]) for row in self.rows if isinstance(row.op, Stack)}
+        expert_matrices = {_leaf(row.external_templates[0]) for row in self.rows if row.op.matrix_per_expert}
         if not expert_matrices:
             return False
         group = _expand(self, description).by_tune.get(f"{tune_module}.weight")
@@ -453,21 +594,17 @@ def _holds(condition: str, description: Description, layer: int | None) -> bool:
     return not holds if is_negated else holds
 
 
-def _layer_placeholder(row: Row) -> str | None:
-    """Return the placeholder of a row that numbers layers of a decoder or a tower, if it has one."""
-    for placeholder in _LAYERS:
-        if any(f"{{{placeholder}}}" in template for template in row.tune_templates):
-            return placeholder
-    return None
-
-
 # Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.
 @lru_cache(maxsize=32)
 def _expand(weight_map: WeightMap, description: Description) -> _Table:
+    """Return the table of a weight map for one model: a group for each row, and for each layer that has the row."""
     groups = []
     for row in weight_map.rows:
         conditions = row.when.split()
-        placeholder = _layer_placeholder(row)
+        placeholder = None  # of the row, if its names have the number of a layer of the decoder or of a tower
+        for key in _LAYERS:
+            if any(f"{{{key}}}" in template for template in row.tune_templates):
+                placeholder = key
         layers: Sequence[int | None] = [None]  # a row without layers makes one group
         if placeholder is not None:
             layers = range(attrgetter(_PLACEHOLDERS[placeholder])(description))
@@ -506,6 +643,7 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
 
 @lru_cache(maxsize=32)
 def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune_prefix: str) -> WeightMap:
+    """See :meth:`WeightMap.prefixed`; cached, because :func:`_expand` is cached by the map."""
     external_prefixes = dict(prefixes)
     rows = []
     for row in weight_map.rows:
@@ -530,83 +668,8 @@ def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune
 
 @lru_cache(maxsize=32)
 def _derive_peft(weight_map: WeightMap) -> WeightMap:
+    """See :meth:`WeightMap.peft`; cached like :func:`_prefixed`."""
     rows = []
     for row in weight_map.rows:
-        external = row.external_templates[0]
-        if isinstance(row.op, Stack):
-            rows += _peft_rows_of_experts(row)
-        elif isinstance(row.op, FusedExperts):
-            rows.append(_peft_row_of_fused_experts(row))
-        elif isinstance(row.op, Split) and external.endswith(".weight"):
-            rows += _peft_rows_of_fused(row, row.op.sizes)
-        else:
-            rows += _peft_rows_of_linear(row)
+        rows += row.op.peft_rows(row)
     return WeightMap(tuple(rows))
-
-
-def _peft_rows_of_linear(row: Row) -> list[Row]:
-    """Return the rows of the adapter of a linear layer; none if the row is not the weight of one."""
-    if len(row.external_templates) != 1 or len(row.tune_templates) != 1 or not row.op.rowwise:
-        return []
-    external = row.external_templates[0]
-    tune = row.tune_templates[0]
-    # Other weights are experts, norms (``scale``), biases, and parameters without a module.
-    is_linear = external.endswith(".weight") and tune.endswith(".weight")
-    if not is_linear or "{expert}" in external + tune:
-        return []
-    external = PEFT_PREFIX + external.removesuffix(".weight")
-    tune = tune.removesuffix(".weight")
-    return [
-        # An op reorders output rows, which only lora_b and the magnitude have.
-        Row(f"{external}.lora_A.weight", f"{tune}.lora_a.weight", when=row.when),
-        Row(f"{external}.lora_B.weight", f"{tune}.lora_b.weight", row.op, row.when),
-        Row(f"{external}.lora_magnitude_vector", f"{tune}.magnitude", row.op, row.when),
-    ]
-
-
-def _peft_rows_of_fused(row: Row, sizes: tuple[str, ...]) -> list[Row]:
-    """Return the rows of the adapter of a fused projection, which is one of ours for each part."""
-    external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
-    modules = [name.removesuffix(".weight") for name in row.tune_templates]
-    lora_a = tuple(f"{module}.lora_a.weight" for module in modules)
-    lora_b = tuple(f"{module}.lora_b.weight" for module in modules)
-    magnitudes = tuple(f"{module}.magnitude" for module in modules)
-    adapter = (f"{external}.lora_A.weight", f"{external}.lora_B.weight")
-    return [
-        Row(adapter, lora_a + lora_b, FusedAdapter(sizes), row.when),
-        Row(f"{external}.lora_magnitude_vector", magnitudes, row.op, row.when),
-    ]
-
-
-def _peft_rows_of_experts(row: Row) -> list[Row]:
-    """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``.
-
-    Files have one adapter per gated expert, or one fused adapter for experts without a gate.
-    """
-    external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
-    experts, _, matrix = row.tune_templates[0].rpartition(".")
-    adapter = f"{experts}.lora_{matrix.removesuffix('_proj')}"
-    gated = f"{row.when} mlp_gated"
-    ungated = f"{row.when} !mlp_gated"
-    return [
-        Row(f"{external}.lora_A.weight", f"{adapter}_a", row.op, gated),
-        Row(f"{external}.lora_B.weight", f"{adapter}_b", row.op, gated),
-        _peft_row_of_fused_experts(replace(row, op=FusedExperts(), when=ungated)),
-    ]
-
-
-def _peft_row_of_fused_experts(row: Row) -> Row:
-    """Return the row of the adapter of a parameter that holds one or more matrices of all experts."""
-    block = row.external_templates[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
-    block = block.rpartition(".")[0]
-    adapters = []
-    for template in row.tune_templates:
-        experts, _, matrix = template.rpartition(".")
-        adapters.append(f"{experts}.lora_{matrix.removesuffix('_proj')}")
-    # peft wraps the parameters of a module one inside another, in their order: down_proj is the outermost.
-    is_outermost = row.tune_templates[0].endswith(".down_proj")
-    module = f"{PEFT_PREFIX}{block}.{'experts' if is_outermost else 'experts.base_layer'}"
-    external = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
-    lora_a = tuple(f"{adapter}_a" for adapter in adapters)
-    lora_b = tuple(f"{adapter}_b" for adapter in adapters)
-    return Row(external, lora_a + lora_b, ExpertAdapter(row.op.parts, row.op.peft_swaps), row.when)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchtune.models._mixers import Names
-from torchtune.models._weight_map import Row, Tied, WeightMap
-from torchtune.models._weight_ops import FusedExperts, Identity, InterleaveRope, Op, Split, Stack
+from torchtune.models._weight_map import Identity, Op, Row, Tied, WeightMap
+from torchtune.models._weight_ops import FusedExperts, InterleaveRope, Split, Stack
 
 # The names in the following tables are in this order of formats.
 _FORMATS = ("hf", "meta", "gguf")

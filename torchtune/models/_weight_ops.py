@@ -1,9 +1,10 @@
-"""Ops of a weight map: reversible rearrangements of tensors."""
+"""Ops of weight maps that rearrange tensors: rotary halves, fused projections, mixtures of experts, patches.
 
-from abc import ABC, abstractmethod
+:class:`torchtune.models._weight_map.Op` is their base class.
+"""
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import ClassVar
 
@@ -11,131 +12,7 @@ import torch
 from torch import Tensor
 
 from torchtune.models._description import Description, ModelError
-
-# Slice of a tensor: one range per dimension.
-Slices = tuple[slice, ...]
-
-
-def is_empty(slices: Slices) -> bool:
-    """Return whether a slice is empty, for example a rank's shard if there are more ranks than rows."""
-    return any(part.stop <= part.start for part in slices)
-
-
-@dataclass(frozen=True, eq=False)
-class ExternalSlice:
-    """Slice of an external tensor, and the corresponding rows in a slice of our tensor.
-
-    Attributes:
-        external: index of the external tensor in its group.
-        slices: slice of the external tensor.
-        rows: rows of our slice: indices int64 ``[rows]``, a range, one index (which drops the dimension), a tuple of
-            such values, or None for all rows.
-        transposed: whether the last two dimensions are swapped.
-    """
-
-    external: int
-    slices: Slices
-    rows: Tensor | slice | int | tuple[slice | int, ...] | None = None
-    transposed: bool = False
-
-    def of(self, ours: Tensor) -> Tensor:
-        """Return the values of the external slice from our slice."""
-        values = ours if self.rows is None else ours[self.rows]
-        return values.transpose(-1, -2) if self.transposed else values
-
-    def fill(self, ours: Tensor, value: Tensor) -> None:
-        """Copy the values of the external slice to our slice."""
-        if self.transposed:
-            value = value.transpose(-1, -2)
-        if isinstance(self.rows, Tensor):
-            ours[self.rows.to(ours.device)] = value.to(ours)
-        elif self.rows is None:
-            ours.copy_(value)
-        else:
-            ours[self.rows].copy_(value)
-
-
-class Op(ABC):
-    """Base class of exact, reversible conversions between the external tensors of a group and ours, without arithmetic.
-
-    Attributes:
-        rowwise: whether the op only reorders the first dimension of one tensor, so that it also applies to biases,
-            ``lora_b`` and magnitudes.
-    """
-
-    rowwise: ClassVar[bool] = False
-
-    @abstractmethod
-    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Convert external tensors to our tensors."""
-
-    @abstractmethod
-    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Convert our tensors to external tensors."""
-
-    def for_shapes(self, shapes: Sequence[Sequence[int]], description: Description) -> "Op":
-        """Return the op for external tensors of these shapes, for families with several file layouts."""
-        return self
-
-    def external_slices(
-        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
-    ) -> list[ExternalSlice]:
-        """Return the slices of external tensors that form a slice of one of our tensors.
-
-        The default implementation applies :meth:`to_tune` to the row indices; it is for ops that only move rows.
-
-        Args:
-            which: index of our tensor in its group.
-            slices: slice of our tensor.
-            shapes: shapes of the external tensors.
-            description: the description of the model.
-        """
-        if is_empty(slices):
-            return []
-        # Number the rows of all external tensors, and let the op move the numbers instead of the rows.
-        ends = list(accumulate(shape[0] for shape in shapes))
-        numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
-        rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()  # order: rows of our slice
-        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)  # external tensor of each row
-        # Each run of consecutive rows of one tensor is read at once.
-        breaks = (rows.diff() != 1) | (tensors.diff() != 0)
-        cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
-        external_slices = []
-        for start, stop in pairwise(cuts):
-            external = int(tensors[start])
-            first = int(rows[start]) - (ends[external] - shapes[external][0])
-            our_rows = order[start:stop]
-            is_contiguous = bool((our_rows.diff() == 1).all())
-            index = slice(int(our_rows[0]), int(our_rows[0]) + len(our_rows)) if is_contiguous else our_rows
-            external_rows = slice(first, first + stop - start)
-            external_slices.append(ExternalSlice(external, (external_rows, *slices[1:]), index))
-        return external_slices
-
-
-@dataclass(frozen=True)
-class Identity(Op):
-    """Op that changes nothing.
-
-    Example:
-        >>> torchtune.models.Identity().to_tune([torch.ones(2)], None)
-        [tensor([1., 1.])]
-    """
-
-    rowwise: ClassVar[bool] = True
-
-    def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Return the same tensors."""
-        return list(tensors)
-
-    def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
-        """Return the same tensors."""
-        return list(tensors)
-
-    def external_slices(
-        self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: Description
-    ) -> list[ExternalSlice]:
-        """Return the same slice."""
-        return [ExternalSlice(which, slices)]
+from torchtune.models._weight_map import PEFT_PREFIX, ExternalSlice, Op, Row, Slices, is_empty
 
 
 @dataclass(frozen=True)
@@ -180,6 +57,21 @@ class Split(Op):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Concatenate the parts into a fused tensor."""
         return [torch.cat(list(tensors))]
+
+    def peft_rows(self, row: Row) -> list[Row]:
+        """Return the rows of the adapter of a fused projection, which is one of ours for each part."""
+        if not row.external_templates[0].endswith(".weight"):
+            return []
+        external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
+        modules = [name.removesuffix(".weight") for name in row.tune_templates]
+        lora_a = tuple(f"{module}.lora_a.weight" for module in modules)
+        lora_b = tuple(f"{module}.lora_b.weight" for module in modules)
+        magnitudes = tuple(f"{module}.magnitude" for module in modules)
+        adapter = (f"{external}.lora_A.weight", f"{external}.lora_B.weight")
+        return [
+            Row(adapter, lora_a + lora_b, FusedAdapter(self.sizes), row.when),
+            Row(f"{external}.lora_magnitude_vector", magnitudes, self, row.when),
+        ]
 
 
 @dataclass(frozen=True)
@@ -342,7 +234,13 @@ class ExpertAdapter(Op):
     def to_external(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Fuse the adapters."""
         lora_a = torch.cat([part.transpose(1, 2) for part in tensors[: self.parts]], dim=1)  # [e, n r, in]
-        lora_b = _block_diagonal([part.transpose(1, 2) for part in tensors[self.parts :]])  # [e, n out, n r]
+        rows = []
+        for index, part in enumerate(tensors[self.parts :]):  # [e, r, out]
+            zero = torch.zeros_like(part.transpose(1, 2))
+            blocks = [zero] * self.parts
+            blocks[index] = part.transpose(1, 2)
+            rows.append(torch.cat(blocks, dim=2))
+        lora_b = torch.cat(rows, dim=1)  # [e, n out, n r], with the parts on the block diagonal
         if self.swapped:
             lora_a, lora_b = lora_b.transpose(1, 2), lora_a.transpose(1, 2)
         return [lora_a.flatten(0, 1), lora_b.permute(1, 2, 0).flatten(1)]
@@ -387,17 +285,6 @@ class ExpertAdapter(Op):
                 _PaddedSlice(1, (slice(0, shape_b[0]), columns), our_rows, True, inside=(inside, everything))
             )
         return external_slices
-
-
-def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
-    """Return ``[e, n out, n r]`` from n tensors ``[e, out, r]``."""
-    zero = torch.zeros_like(parts[0])
-    rows = []
-    for part, tensor in enumerate(parts):
-        blocks = [zero] * len(parts)
-        blocks[part] = tensor
-        rows.append(torch.cat(blocks, dim=2))
-    return torch.cat(rows, dim=1)
 
 
 @dataclass(frozen=True)
@@ -458,6 +345,22 @@ class FusedExperts(Op):
             external = (experts, in_channels, fused_channels)
         return [ExternalSlice(0, external, transposed=self.transpose)]
 
+    def peft_rows(self, row: Row) -> list[Row]:
+        """Return the row of the adapter of a parameter that holds one or more matrices of all experts."""
+        block = row.external_templates[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
+        block = block.rpartition(".")[0]
+        adapters = []
+        for template in row.tune_templates:
+            experts, _, matrix = template.rpartition(".")
+            adapters.append(f"{experts}.lora_{matrix.removesuffix('_proj')}")
+        # peft wraps the parameters of a module one inside another, in their order: down_proj is the outermost.
+        is_outermost = row.tune_templates[0].endswith(".down_proj")
+        module = f"{PEFT_PREFIX}{block}.{'experts' if is_outermost else 'experts.base_layer'}"
+        external = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
+        lora_a = tuple(f"{adapter}_a" for adapter in adapters)
+        lora_b = tuple(f"{adapter}_b" for adapter in adapters)
+        return [Row(external, lora_a + lora_b, ExpertAdapter(self.parts, self.peft_swaps), row.when)]
+
 
 @dataclass(frozen=True)
 class Stack(Op):
@@ -468,6 +371,7 @@ class Stack(Op):
     """
 
     transpose: bool = False
+    matrix_per_expert: ClassVar[bool] = True
 
     def to_tune(self, tensors: Sequence[Tensor], description: Description) -> list[Tensor]:
         """Stack matrices into a tensor ``[experts, …]``."""
@@ -496,6 +400,22 @@ class Stack(Op):
         for expert in range(experts.start, experts.stop):
             external_slices.append(ExternalSlice(expert, tuple(channels), expert - experts.start, self.transpose))
         return external_slices
+
+    def peft_rows(self, row: Row) -> list[Row]:
+        """Return the rows of ``X.lora_gate_a`` and ``_b``, the adapters of stacked experts ``X.gate_proj``.
+
+        Files have one adapter per gated expert, or one fused adapter for experts without a gate.
+        """
+        external = PEFT_PREFIX + row.external_templates[0].removesuffix(".weight")
+        experts, _, matrix = row.tune_templates[0].rpartition(".")
+        adapter = f"{experts}.lora_{matrix.removesuffix('_proj')}"
+        gated = f"{row.when} mlp_gated"
+        ungated = f"{row.when} !mlp_gated"
+        return [
+            Row(f"{external}.lora_A.weight", f"{adapter}_a", self, gated),
+            Row(f"{external}.lora_B.weight", f"{adapter}_b", self, gated),
+            *FusedExperts().peft_rows(replace(row, when=ungated)),
+        ]
 
 
 @dataclass(frozen=True)

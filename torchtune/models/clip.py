@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Transform, read_pixels
 from torchtune.models._build_vision import tower_layer
-from torchtune.models._description import ModelError
+from torchtune.models._description import ModelError, VisionDescription
 from torchtune.models._image_processors import CLIP_MEAN, CLIP_STD
-from torchtune.models._vision_description import VisionDescription
 from torchtune.modules.feed_forward import FeedForward
 from torchtune.modules.rms_norm import TanhGate
 from torchtune.modules.transformer import TransformerSelfAttentionLayer

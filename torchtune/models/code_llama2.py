@@ -6,7 +6,7 @@ Llama 2, trained further on sequences of 16,384 tokens, for which its RoPE base 
 
 from dataclasses import replace
 
-from torchtune.models._family import Builder, model_builders
+from torchtune.models._builders import Builder, model_builders
 from torchtune.models.llama2 import SIZES as LLAMA2
 from torchtune.models.llama2 import SPEC as LLAMA2_SPEC
 

@@ -7,24 +7,13 @@ Sigmoid routers have a selection bias and groups of experts; every layer with ex
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    YarnRopeScaling,
-    experts,
-    family,
-    latent_attention,
-    model_builders,
-    read_experts,
-    read_latents,
-    router_fields,
-    shared_expert,
-    write_experts,
-    write_latents,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, YarnRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_layers import read_experts, read_latents, router_fields, write_experts, write_latents
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, latent_attention, shared_expert
 
 
 def _read(fields: Fields) -> dict[str, Any]:

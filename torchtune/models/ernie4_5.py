@@ -5,7 +5,12 @@ Llama's architecture with one flag for all biases. Its files rotate neighboring 
 
 from typing import Any
 
-from torchtune.models._family import Builder, Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 
 def _read(fields: Fields) -> dict[str, Any]:

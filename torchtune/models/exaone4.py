@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    HFFormat,
-    Identity,
-    Llama3RopeScaling,
-    all_but_every,
-    family,
-    hf_names,
-    model_builders,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Llama3RopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import all_but_every
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 _NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}
 

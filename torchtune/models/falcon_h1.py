@@ -6,20 +6,14 @@ Every layer has attention and Mamba 2 in parallel, and constant factors from max
 
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Description,
-    Fields,
-    HFFormat,
-    Mamba2Mixer,
-    family,
-    is_number,
-    mixers,
-    model_builders,
-    read_mamba,
-    renamed,
-    write_mamba,
-)
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, is_number
+from torchtune.models._hf_layers import read_mamba, write_mamba
+from torchtune.models._mixers import Mamba2Mixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, mixers, renamed
 
 
 def _read(fields: Fields) -> dict[str, Any]:

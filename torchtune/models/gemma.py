@@ -10,17 +10,12 @@ from typing import Any, ClassVar
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
-from torchtune.models._family import (
-    HF_INTERLEAVED,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    component_builders,
-    family,
-    model_builders,
-)
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_INTERLEAVED
 from torchtune.tokenizers import SentencePieceChatTokenizer
 
 

@@ -11,18 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from torchtune._lazy import former_package
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    InterleaveRope,
-    all_but_every,
-    component_builders,
-    family,
-    hf_names,
-    model_builders,
-)
+from torchtune.models._builders import Builder, component_builders, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, all_but_every
+from torchtune.models._spec import family
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import InterleaveRope
 from torchtune.models.convert_weights import convert_by, describe_state_dict
 from torchtune.models.gemma import GemmaTokenizer, gemma_tokenizer
 

@@ -7,17 +7,13 @@ have a larger RoPE base, which is stretched for the long context (https://arxiv.
 from functools import partial
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    Identity,
-    LinearRopeScaling,
-    family,
-    hf_names,
-    model_builders,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, LinearRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 from torchtune.models.gemma2 import NORMS, gemma2_description, read_softcaps, write_softcaps
 
 

@@ -6,23 +6,14 @@ Models are dense, have experts in parallel to the feed-forward, or have embeddin
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    FusedExperts,
-    HFFormat,
-    Identity,
-    ModelError,
-    ProportionalRopeScaling,
-    Row,
-    all_but_every,
-    family,
-    format_value,
-    hf_names,
-    layers_of_type,
-    model_builders,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, ModelError, ProportionalRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, all_but_every, format_value, layers_of_type
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity, Row
+from torchtune.models._weight_names import hf_names
+from torchtune.models._weight_ops import FusedExperts
 from torchtune.models.gemma2 import NORMS
 
 _ROPES = {

@@ -6,7 +6,9 @@ Any size: a dense Gemma 4 with another ``config.json``.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import Description, family, model_builders
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._spec import family
 from torchtune.models.gemma4 import FORMAT as GEMMA4_FORMAT
 from torchtune.models.gemma4 import SPEC as GEMMA4
 from torchtune.models.gemma4 import write_gemma4

@@ -10,8 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtune.models._build_vision import VisionDescription, image_text_family
-from torchtune.models._family import Fields, Row, SwappedAxes, module_rows
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_fields import Fields
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import module_rows
+from torchtune.models._weight_ops import SwappedAxes
 from torchtune.models.gemma4_unified import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4_unified import SPEC as TEXT
 from torchtune.models.gemma4_vl import FORMAT as GEMMA4

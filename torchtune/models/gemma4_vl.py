@@ -9,9 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
-from torchtune.models._family import Row, Stack, attention_names, gated_names, module_rows
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import ImageTextDescription
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import ImageProcessor, Plan
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import attention_names, gated_names, module_rows
+from torchtune.models._weight_ops import Stack
 from torchtune.models.gemma4 import FORMAT as TEXT_FORMAT
 from torchtune.models.gemma4 import SPEC as TEXT
 

@@ -5,7 +5,11 @@ Norms before and after attention and feed-forward. RoPE rotates neighboring chan
 
 from functools import partial
 
-from torchtune.models._family import Builder, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 # Norms of a layer: ours -> Hugging Face's.
 NORMS = {

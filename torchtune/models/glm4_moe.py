@@ -7,20 +7,13 @@ partial RoPE (https://arxiv.org/abs/2508.06471).
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    experts,
-    family,
-    model_builders,
-    read_experts,
-    router_fields,
-    shared_expert,
-    write_experts,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_layers import read_experts, router_fields, write_experts
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, shared_expert
 
 
 def _read(fields: Fields) -> dict[str, Any]:

@@ -5,21 +5,12 @@ DeepSeek V3's layers, with values as wide as keys.
 
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    family,
-    layers_of_type,
-    model_builders,
-    read_experts,
-    read_latents,
-    router_fields,
-    write_experts,
-    write_latents,
-    write_layer_types,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
+from torchtune.models._hf_layers import read_experts, read_latents, router_fields, write_experts, write_latents
+from torchtune.models._spec import family
 from torchtune.models.deepseek_v3 import WEIGHTS
 
 

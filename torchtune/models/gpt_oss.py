@@ -6,17 +6,14 @@ Clamped experts, attention sinks, a sliding window in every other layer, and YaR
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Fields,
-    FusedExperts,
-    HFFormat,
-    Row,
-    YarnRopeScaling,
-    family,
-    model_builders,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import YarnRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF
+from torchtune.models._weight_ops import FusedExperts
 
 _YARN = YarnRopeScaling(factor=32.0, original_max_seq_len=4096, truncate=False)
 

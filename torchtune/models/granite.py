@@ -7,7 +7,13 @@ parametrization (https://arxiv.org/abs/2203.03466).
 from functools import partial
 from typing import Any
 
-from torchtune.models._family import Builder, Description, Fields, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 
 def read_multipliers(fields: Fields) -> dict[str, Any]:

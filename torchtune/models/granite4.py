@@ -7,26 +7,16 @@ those of Granite 3.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    Identity,
-    Mamba2Mixer,
-    Row,
-    Split,
-    family,
-    hf_names,
-    layers_of_type,
-    mixers,
-    model_builders,
-    read_mamba,
-    renamed,
-    with_fused_experts,
-    write_layer_types,
-    write_mamba,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
+from torchtune.models._hf_layers import read_mamba, write_mamba
+from torchtune.models._mixers import Mamba2Mixer
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity, Row
+from torchtune.models._weight_names import hf_names, mixers, renamed, with_fused_experts
+from torchtune.models._weight_ops import Split
 from torchtune.models.granite import read_multipliers, write_multipliers
 
 

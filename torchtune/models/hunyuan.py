@@ -4,7 +4,12 @@ Norms of queries and keys come after RoPE. In published files, a constant ``alph
 scaling).
 """
 
-from torchtune.models._family import Description, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._builders import model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 FORMAT = HFFormat(
     "HunYuanDenseV1ForCausalLM",

@@ -6,21 +6,14 @@ Most layers are gated short convolutions; the others have attention.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    ShortConvMixer,
-    family,
-    layers_of_type,
-    mixers,
-    model_builders,
-    renamed,
-    require_silu,
-    write_layer_types,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
+from torchtune.models._hf_layers import require_silu
+from torchtune.models._mixers import ShortConvMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, mixers, renamed
 
 RENAMED = {
     "model.norm.": "model.embedding_norm.",
@@ -55,18 +48,15 @@ def read_layers(fields: Fields) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    return {**read_layers(fields), "intermediate_dim": _read_intermediate_dim(fields)}
-
-
-def _read_intermediate_dim(fields: Fields) -> int:
-    width = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
+    values = read_layers(fields)
+    intermediate_dim = fields.take("block_ff_dim", fields.take("intermediate_size", 12_288))
     factor = fields.take("block_ffn_dim_multiplier", 1.0)
     multiple = fields.take("block_multiple_of", 256)
-    if not fields.take("block_auto_adjust_ff_dim", True):
-        return width
-    # As in Llama: two thirds, times a factor, rounded up to a multiple.
-    adjusted = int(factor * int(2 * width / 3))
-    return -(-adjusted // multiple) * multiple
+    if fields.take("block_auto_adjust_ff_dim", True):
+        # As in Llama: two thirds, times a factor, rounded up to a multiple.
+        adjusted = int(factor * int(2 * intermediate_dim / 3))
+        intermediate_dim = -(-adjusted // multiple) * multiple
+    return {**values, "intermediate_dim": intermediate_dim}
 
 
 def write_layers(d: Description) -> dict[str, Any]:

@@ -6,19 +6,13 @@ LFM2's layers, with experts and sigmoid routers after dense first layers. The se
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    Row,
-    ShortConvMixer,
-    experts,
-    family,
-    mixers,
-    model_builders,
-    renamed,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_fields import Fields
+from torchtune.models._mixers import ShortConvMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed
 from torchtune.models.lfm2 import FORMAT, RENAMED, read_layers, write_layers
 from torchtune.models.lfm2 import SIZES as LFM2_SIZES
 

@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchtune._lazy import former_package
-from torchtune.models._description import ModelError
-from torchtune.models._family import (
-    GGUF,
-    HF_INTERLEAVED,
-    LLAMA,
-    META,
-    Builder,
-    Description,
-    component_builders,
-    family,
-    model_builders,
-)
+from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import LLAMA
 from torchtune.models._parallel_plan import decoder_plan
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.tokenizers import HeaderTurns
 
 SPEC = family(

@@ -3,22 +3,31 @@
 Llama 3 with RoPE scaling for a context of 131,072 tokens, and 405B (https://arxiv.org/abs/2407.21783).
 """
 
-from dataclasses import replace
+from functools import partial
 
 from torchtune._lazy import former_package
-from torchtune.models._family import Builder, Llama3RopeScaling, component_builders, llama3_scaled, model_builders
-from torchtune.models.llama3 import SIZES as LLAMA3
-from torchtune.models.llama3 import SPEC as LLAMA3_SPEC
+from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.modules.position_embeddings import ScaledRotaryPositionalEmbeddings as Llama3ScaledRoPE
 
-SPEC = replace(LLAMA3_SPEC, name="llama3_1", model_types=("LLAMA3",))
+SPEC = family("llama3_1", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA3",))
 
-_8B = replace(LLAMA3["llama3_8b"], max_seq_len=131_072, rope_scaling=Llama3RopeScaling())
+_llama3_1 = partial(
+    Description,
+    vocab_size=128_256,
+    max_seq_len=131_072,
+    num_kv_heads=8,
+    rope_base=500_000.0,
+    rope_scaling=Llama3RopeScaling(),
+)
 
 SIZES = {
-    "llama3_1_8b": _8B,
-    "llama3_1_70b": replace(_8B, num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
-    "llama3_1_405b": replace(_8B, num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
+    "llama3_1_8b": _llama3_1(num_layers=32, embed_dim=4096, intermediate_dim=14_336, num_heads=32),
+    "llama3_1_70b": _llama3_1(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
+    "llama3_1_405b": _llama3_1(num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
 }
 BUILDERS = model_builders(__name__, "Llama 3.1", SPEC, SIZES)
 COMPONENTS = component_builders(

@@ -6,19 +6,11 @@ Llama 3.1 with another factor of RoPE scaling. The output projection shares the 
 from functools import partial
 
 from torchtune._lazy import former_package
-from torchtune.models._family import (
-    GGUF,
-    HF_INTERLEAVED,
-    LLAMA,
-    META,
-    Builder,
-    Description,
-    Llama3RopeScaling,
-    component_builders,
-    family,
-    llama3_scaled,
-    model_builders,
-)
+from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 
 SPEC = family("llama3_2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA3_2",))
 

@@ -5,9 +5,13 @@ The tower sees tiles of an image.
 
 from typing import Any
 
-from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
-from torchtune.models._family import Fields, FlatPatches, Identity, Row, WeightMap, attention_names, module_rows
-from torchtune.models._weight_map import rename_prefix
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
+from torchtune.models._weight_map import Identity, Row, WeightMap, rename_prefix
+from torchtune.models._weight_names import attention_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 from torchtune.models.llama4 import FORMAT, Llama4ImageProcessor
 from torchtune.models.llama4 import SPEC as TEXT
 

@@ -5,16 +5,12 @@ The text decoders: Mistral with YaRN, and queries scaled by their position as in
 
 from dataclasses import replace
 
-from torchtune.models._family import (
-    HF_INTERLEAVED,
-    Builder,
-    HFFormat,
-    YarnRopeScaling,
-    family,
-    model_builders,
-    write_growth,
-    write_scaling,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import YarnRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_rope import write_growth, write_scaling
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_INTERLEAVED
 
 _YARN = YarnRopeScaling(
     factor=16.0, original_max_seq_len=16_384, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0

@@ -10,19 +10,18 @@ from typing import ClassVar
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages, with_tags
-from torchtune.models._builders import classifier_builders
-from torchtune.models._family import (
-    GGUF,
-    HF_INTERLEAVED,
-    META,
-    MISTRAL,
+from torchtune.models._builders import (
     Builder,
-    Description,
+    classifier_builders,
     component_builders,
-    family,
     model_builders,
+    tokenizer_builder,
+    with_defaults,
 )
-from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
+from torchtune.models._description import Description
+from torchtune.models._hf_config import MISTRAL
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.tokenizers import InstTurnsTokenizer, SentencePieceChatTokenizer
 
 SPEC = family(

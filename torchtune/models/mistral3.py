@@ -11,18 +11,14 @@ from functools import partial
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.models._build_vision import ImageTextDescription, ImageTextFormat, image_text_family
-from torchtune.models._family import (
-    HF_INTERLEAVED,
-    MISTRAL,
-    Fields,
-    FlatPatches,
-    Row,
-    attention_names,
-    gated_names,
-    module_rows,
-)
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._hf_config import MISTRAL
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import ImageProcessor, Plan
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_INTERLEAVED, attention_names, gated_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 from torchtune.models.ministral3 import FORMAT as MINISTRAL
 
 
@@ -84,10 +80,6 @@ def _read(
     return {"projector_dim": values["output_dim"]}
 
 
-def _write_llava(d: ImageTextDescription) -> dict[str, Any]:
-    return _FEATURES
-
-
 _TEXT_DEFAULTS = {
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -132,7 +124,7 @@ _LLAVA_FORMAT = replace(
     outer_fields=(("multimodal_projector_bias", "projector_bias", True),),
     fixed=_FIXED,
     read_vision=partial(_read, required=tuple(_FEATURES)),
-    write_more=_write_llava,
+    write_more=lambda d: _FEATURES,
 )
 _TOWER = "vision_tower."
 _PROJECTOR = "multi_modal_projector."

@@ -5,27 +5,14 @@ DeepSeek V3's attention with queries that are scaled by their position; softmax 
 
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    YarnRopeScaling,
-    experts,
-    family,
-    latent_attention,
-    model_builders,
-    read_experts,
-    read_latents,
-    router_fields,
-    shared_expert,
-    with_fused_experts,
-    write_experts,
-    write_growth,
-    write_latents,
-    write_scaling,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, YarnRopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_layers import read_experts, read_latents, router_fields, write_experts, write_latents
+from torchtune.models._hf_rope import write_growth, write_scaling
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, latent_attention, shared_expert, with_fused_experts
 
 _YARN = YarnRopeScaling(factor=128.0, original_max_seq_len=8192, mscale=1.0, mscale_all_dim=1.0)
 # What transformers assumes without rope_parameters.

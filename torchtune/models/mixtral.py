@@ -5,7 +5,10 @@ Mistral's layers with eight experts, two per token (https://arxiv.org/abs/2401.0
 
 from dataclasses import replace
 
-from torchtune.models._family import HF_INTERLEAVED, Builder, HFFormat, experts, family, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_INTERLEAVED, experts
 
 _FORMAT = HFFormat(
     "MixtralForCausalLM",

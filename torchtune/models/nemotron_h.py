@@ -8,24 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    Description,
-    Fields,
-    HFFormat,
-    Mamba2Mixer,
-    ModelError,
-    Row,
-    experts,
-    family,
-    format_value,
-    mixers,
-    model_builders,
-    renamed,
-    require_silu,
-    shared_expert,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, format_value
+from torchtune.models._hf_layers import require_silu
+from torchtune.models._mixers import Mamba2Mixer
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF, experts, mixers, renamed, shared_expert
 
 # Letter in hybrid_override_pattern -> kind of layer.
 _KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}

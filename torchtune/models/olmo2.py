@@ -6,7 +6,11 @@ together (https://arxiv.org/abs/2501.00656).
 
 from functools import partial
 
-from torchtune.models._family import Builder, HFFormat, Identity, family, hf_names, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 
 # Norms of a layer, all post-norms: ours -> Hugging Face's.
 NORMS = {"sa_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}

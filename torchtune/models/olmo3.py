@@ -6,16 +6,11 @@ OLMo 2 with a sliding window in three of four layers, and YaRN in the others.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._family import (
-    Builder,
-    Description,
-    Fields,
-    YarnRopeScaling,
-    all_but_every,
-    family,
-    model_builders,
-    write_scaling,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description, YarnRopeScaling
+from torchtune.models._hf_fields import Fields, all_but_every
+from torchtune.models._hf_rope import write_scaling
+from torchtune.models._spec import family
 from torchtune.models.olmo2 import FORMAT as OLMO2_FORMAT
 from torchtune.models.olmo2 import SIZES as OLMO2
 from torchtune.models.olmo2 import SPEC as OLMO2_SPEC

@@ -6,7 +6,12 @@
 
 from typing import Any
 
-from torchtune.models._family import HF_HALF, Builder, Description, Fields, HFFormat, experts, family, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts
 
 
 def _read(fields: Fields) -> dict[str, Any]:

@@ -11,16 +11,11 @@ from torch import Tensor
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._family import (
-    Builder,
-    HFFormat,
-    Identity,
-    component_builders,
-    family,
-    hf_names,
-    model_builders,
-)
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._spec import family
+from torchtune.models._weight_map import Identity
+from torchtune.models._weight_names import hf_names
 from torchtune.models.convert_weights import convert_by, describe_state_dict
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 from torchtune.tokenizers import MarkedTurnsTokenizer, PublishedFiles, SentencePieceBaseTokenizer, required_ids

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._family import Builder, model_builders
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, model_builders, tokenizer_builder
 from torchtune.models.phi3 import SPEC as PHI3_SPEC
 from torchtune.models.phi3 import phi3_description
 from torchtune.tokenizers import (

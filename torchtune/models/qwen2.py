@@ -12,19 +12,11 @@ from torch import Tensor
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, PromptTemplateInterface
-from torchtune.models._family import (
-    GGUF,
-    HF_HALF,
-    QWEN2,
-    Builder,
-    Description,
-    ModelError,
-    ModelSpec,
-    component_builders,
-    family,
-    model_builders,
-)
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._description import Description, ModelError
+from torchtune.models._hf_config import QWEN2
+from torchtune.models._spec import ModelSpec, family
+from torchtune.models._weight_names import GGUF, HF_HALF
 from torchtune.models.convert_weights import convert_by, describe_state_dict
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
 from torchtune.tokenizers import IM_END, IM_START, ChatMLTurns

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message
-from torchtune.models._family import Builder, model_builders
-from torchtune.models._tokenizer_builders import tokenizer_builder, with_defaults
+from torchtune.models._builders import Builder, model_builders, tokenizer_builder, with_defaults
 from torchtune.models.qwen2 import (
     IM_END,
     IM_START,

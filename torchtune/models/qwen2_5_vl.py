@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
-from torchtune.models._family import HF_HALF, QWEN2, Fields, FlatPatches, Row, gated_names, module_rows
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_config import QWEN2
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF, gated_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 from torchtune.models.qwen3_vl import TOWER_FIELDS, QwenImageProcessor, fused_qkv
 
 _ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"

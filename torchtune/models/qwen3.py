@@ -9,8 +9,10 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.models._family import GGUF, HF_HALF, QWEN3, Builder, family, model_builders
-from torchtune.models._tokenizer_builders import tokenizer_builder
+from torchtune.models._builders import Builder, model_builders, tokenizer_builder
+from torchtune.models._hf_config import QWEN3
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_HALF
 from torchtune.models.qwen2 import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
     ENDOFTEXT,
@@ -155,8 +157,12 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
         if self.thinking is None:
             return messages, [""] * len(messages)
         last = len(messages) - 1
-        questions = [i for i, message in enumerate(messages) if _is_question(message)]
-        last_question = max(questions, default=last)
+        last_question = last
+        for i, message in enumerate(messages):  # responses of tools are in turns of the user, too
+            text = message.text_content
+            is_tool_response = text.startswith("<tool_response>") and text.endswith("</tool_response>")
+            if message.role == "user" and not is_tool_response:
+                last_question = i
         prepared = list(messages)
         beginnings = [""] * len(messages)  # what comes before the text of each turn: its reasoning
         for i, message in enumerate(messages):
@@ -175,12 +181,6 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
             if is_generated:  # an empty block disables reasoning
                 beginnings[-1] = "<think>\n\n</think>\n\n"
         return prepared, beginnings
-
-
-def _is_question(message: Message) -> bool:
-    """Return whether the message is a user's question and not a tool response in a user turn."""
-    text = message.text_content
-    return message.role == "user" and not (text.startswith("<tool_response>") and text.endswith("</tool_response>"))
 
 
 def _split_reasoning(message: Message, text: str) -> tuple[str, str]:

@@ -6,18 +6,13 @@ Three layers of linear attention (Gated DeltaNet, https://arxiv.org/abs/2412.064
 
 from dataclasses import replace
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    DeltaNetMixer,
-    HFFormat,
-    all_but_every,
-    family,
-    mixers,
-    model_builders,
-    read_delta_net,
-    write_delta_net,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import all_but_every
+from torchtune.models._hf_layers import read_delta_net, write_delta_net
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, mixers
 
 FORMAT = HFFormat(
     "Qwen3_5ForCausalLM",

@@ -3,21 +3,13 @@
 Qwen 3.5's layers with experts and a gated shared expert.
 """
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    DeltaNetMixer,
-    HFFormat,
-    all_but_every,
-    experts,
-    family,
-    mixers,
-    model_builders,
-    read_delta_net,
-    shared_expert,
-    with_fused_experts,
-    write_delta_net,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import all_but_every
+from torchtune.models._hf_layers import read_delta_net, write_delta_net
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert, with_fused_experts
 
 FORMAT = HFFormat(
     "Qwen3_5MoeForCausalLM",

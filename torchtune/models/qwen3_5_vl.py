@@ -4,7 +4,7 @@ The tower is that of Qwen 3-VL without DeepStack.
 """
 
 from torchtune.models._build_vision import image_text_family
-from torchtune.models._family import WeightMap
+from torchtune.models._weight_map import WeightMap
 from torchtune.models.qwen3_5 import FORMAT
 from torchtune.models.qwen3_5 import SPEC as TEXT
 from torchtune.models.qwen3_5_moe import FORMAT as MOE_FORMAT

@@ -6,16 +6,11 @@ Qwen 3's layers with 128 experts, 8 per token, and no shared expert (https://arx
 from dataclasses import replace
 from functools import partial
 
-from torchtune.models._family import (
-    HF_HALF,
-    Builder,
-    HFFormat,
-    experts,
-    family,
-    model_builders,
-    read_qwen_experts,
-    write_qwen_experts,
-)
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_layers import read_qwen_experts, write_qwen_experts
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts
 
 _FORMAT = HFFormat(
     "Qwen3MoeForCausalLM",

@@ -6,25 +6,20 @@ Qwen 3.5, with fused projections in files.
 
 from typing import Any
 
-from torchtune.models._family import (
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, all_but_every
+from torchtune.models._hf_layers import (
     FUSED_DELTA_NET,
-    HF_HALF,
-    Builder,
-    DeltaNetMixer,
-    Description,
-    Fields,
-    HFFormat,
-    all_but_every,
-    experts,
-    family,
-    mixers,
-    model_builders,
     read_delta_net,
     read_qwen_experts,
-    shared_expert,
     write_delta_net,
     write_qwen_experts,
 )
+from torchtune.models._mixers import DeltaNetMixer
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, mixers, shared_expert
 
 
 def _read(fields: Fields) -> dict[str, Any]:

@@ -11,22 +11,16 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torchtune.data import DataError
-from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
-from torchtune.models._family import (
-    HF_HALF,
-    QWEN3,
-    Fields,
-    FlatPatches,
-    HFFormat,
-    Row,
-    Split,
-    experts,
-    module_rows,
-    read_qwen_experts,
-    with_fused_experts,
-    write_qwen_experts,
-)
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_config import QWEN3, HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_layers import read_qwen_experts, write_qwen_experts
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import ImageProcessor, Plan
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_HALF, experts, module_rows, with_fused_experts
+from torchtune.models._weight_ops import FlatPatches, Split
 
 _MOST_ASPECT = 200
 

@@ -5,7 +5,12 @@ Llama's architecture with biases of queries, keys and values, and a flag for tha
 
 from typing import Any
 
-from torchtune.models._family import HF_HALF, Builder, Description, Fields, HFFormat, family, model_builders
+from torchtune.models._builders import Builder, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF
 
 
 def _read(fields: Fields) -> dict[str, Any]:

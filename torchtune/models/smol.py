@@ -6,18 +6,11 @@ Llama's architecture without RoPE scaling, in small sizes (https://arxiv.org/abs
 from functools import partial
 
 from torchtune._lazy import former_package
-from torchtune.models._family import (
-    GGUF,
-    HF_INTERLEAVED,
-    LLAMA,
-    META,
-    Builder,
-    Description,
-    component_builders,
-    family,
-    llama3_scaled,
-    model_builders,
-)
+from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._description import Description
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._spec import family
+from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 
 SPEC = family(
     "smol",

@@ -10,9 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from torchtune.models._build_vision import ImageTextFormat, VisionDescription, image_text_family
-from torchtune.models._family import HF_INTERLEAVED, LLAMA, Fields, FlatPatches, Row, attention_names, module_rows
+from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import VisionDescription
+from torchtune.models._hf_config import LLAMA
+from torchtune.models._hf_fields import Fields
+from torchtune.models._hf_vision import ImageTextFormat
 from torchtune.models._image_processors import LANCZOS, Plan, TiledImageProcessor
+from torchtune.models._weight_map import Row
+from torchtune.models._weight_names import HF_INTERLEAVED, attention_names, module_rows
+from torchtune.models._weight_ops import FlatPatches
 
 _LARGEST = 4096
 _AROUND = "<fake_token_around_image>"
@@ -52,7 +58,18 @@ class SmolVLMImageProcessor(TiledImageProcessor):
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return size, grids and number of tokens of an image, from its (width, height) in pixels."""
-        width, height = self._tiled(self._first(size)) if self.splits else (self.tile, self.tile)
+        tile = self.tile
+        if not self.splits:
+            return self.plan_for_tiles(tile, tile)
+        width, height = self._first(size)
+        ratio = width / height
+        # The longer side is rounded up to whole tiles first, and the shorter one follows from it.
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            height = math.ceil(int(width / ratio) / tile) * tile
+        else:
+            height = math.ceil(height / tile) * tile
+            width = math.ceil(int(height * ratio) / tile) * tile
         return self.plan_for_tiles(height, width)
 
     def _first(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -67,17 +84,6 @@ class SmolVLMImageProcessor(TiledImageProcessor):
             shorter = max(int(_LARGEST / (longer / shorter)), 1)
             longer = _LARGEST
         return (longer, shorter) if is_wide else (shorter, longer)
-
-    def _tiled(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return (width, height) as multiples of a tile."""
-        width, height = size
-        tile = self.tile
-        ratio = width / height
-        if width >= height:
-            width = math.ceil(width / tile) * tile
-            return width, math.ceil(int(width / ratio) / tile) * tile
-        height = math.ceil(height / tile) * tile
-        return math.ceil(int(height * ratio) / tile) * tile, height
 
     def pixels(self, image: Any) -> np.ndarray:
         """Return the patches of a Pillow image in RGB, uint8 ``[p, 3 * patch_size²]``, by tile and by block."""

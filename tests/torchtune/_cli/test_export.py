@@ -24,7 +24,7 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
 from torchtune.checkpoints import _export
-from torchtune.checkpoints._model_weights import SaveView
+from torchtune.checkpoints._export import SaveView
 from torchtune.checkpoints._save import TensorSlice
 from torchtune.modules.moe import LoRAGroupedExperts
 from torchtune.modules.peft import LoRA

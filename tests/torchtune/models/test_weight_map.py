@@ -19,8 +19,8 @@ from torchtune.models import (
     rename_prefix,
     text_prefixes,
 )
-from torchtune.models._weight_map import Row
-from torchtune.models._weight_ops import Identity, InterleaveRope, Stack
+from torchtune.models._weight_map import Identity, Row
+from torchtune.models._weight_ops import InterleaveRope, Stack
 
 _VARIANTS = [
     {},

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from torchtune.models import ModelError
-from torchtune.models._weight_ops import ExpertAdapter, FusedAdapter, Identity, InterleaveRope, Op, Split, Stack
+from torchtune.models._weight_map import Identity, Op
+from torchtune.models._weight_ops import ExpertAdapter, FusedAdapter, InterleaveRope, Split, Stack
 
 DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4, num_experts=4)
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtune.models._builders import Model, named_function, scale_hidden_dim_for_mlp
-from torchtune.models._description import Description
-from torchtune.models._rope_scaling import Llama3RopeScaling
+from torchtune.models._description import Description, Llama3RopeScaling
 from torchtune.models.llama3_2_vision._model import adapt, build_decoder, llama3_2_vision_encoder
 from torchtune.modules.transformer import TransformerDecoder
 

@@ -7,13 +7,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchtune.models._description import Description, ModelError
+from torchtune.models._description import Description, ModelError, VisionDescription
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, is_whole
-from torchtune.models._vision_description import VisionDescription
-from torchtune.models._weight_map import Row, WeightMap, WeightMapError
+from torchtune.models._weight_map import (
+    ExternalSlice,
+    Identity,
+    Op,
+    Row,
+    Slices,
+    WeightMap,
+    WeightMapError,
+    is_empty,
+)
 from torchtune.models._weight_names import HF_INTERLEAVED, META
-from torchtune.models._weight_ops import ExternalSlice, Identity, Op, Slices, is_empty
 from torchtune.modules.transforms.vision import find_supported_resolutions
 
 

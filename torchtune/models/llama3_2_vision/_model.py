@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torchtune.models._build import build, feed_forward
 from torchtune.models._build_vision import PartTraining, adapt_parts, check_parts
 from torchtune.models._builders import Builder, LoraAttnModules, Model, named_function
-from torchtune.models._description import Description, ModelError
-from torchtune.models._rope_scaling import Llama3RopeScaling
+from torchtune.models._description import Description, Llama3RopeScaling, ModelError
 from torchtune.models._spec import ModelSpec
 from torchtune.models.clip import clip_vision_encoder, encoder_layer
 from torchtune.models.llama3_2_vision._format import (

@@ -8,24 +8,13 @@ import numpy as np
 import torch
 
 from torchtune.data import DataError
-from torchtune.models._family import (
-    HF_HALF,
-    Description,
-    Fields,
-    HFFormat,
-    Llama3RopeScaling,
-    all_but_every,
-    experts,
-    family,
-    layers_of_type,
-    read_unrotated_layers,
-    renamed,
-    shared_expert,
-    with_fused_experts,
-    write_layer_types,
-    write_unrotated_layers,
-)
+from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._hf_config import HFFormat
+from torchtune.models._hf_fields import Fields, all_but_every, layers_of_type, write_layer_types
+from torchtune.models._hf_layers import read_unrotated_layers, write_unrotated_layers
 from torchtune.models._image_processors import BILINEAR, Plan, TiledImageProcessor
+from torchtune.models._spec import family
+from torchtune.models._weight_names import HF_HALF, experts, renamed, shared_expert, with_fused_experts
 from torchtune.modules.transforms.vision import find_supported_resolutions, get_canvas_best_fit, get_inscribed_size
 from torchtune.tokenizers import HeaderTurns
 
