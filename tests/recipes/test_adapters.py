@@ -67,7 +67,7 @@ def test_tokens_of_the_config_are_trained_saved_and_resumed(name, tied, tmp_path
     old = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     fresh = start(name, tmp_path, **ADDED, train=False).recipe.model
     rows = getattr(fresh.tok_embeddings, "new_rows", fresh.tok_embeddings.weight[first:])
-    torch.testing.assert_close(rows, old.mean(dim=0).expand(2, -1))
+    torch.testing.assert_close(rows.cpu(), old.mean(dim=0).expand(2, -1))
 
     full_run = start(name, tmp_path, **ADDED, save_every_n_steps=8)
     resume(name, tmp_path, full_run, 8, **ADDED)
@@ -89,12 +89,13 @@ def test_rows_that_pad_the_vocabulary_are_taken_by_new_tokens(tmp_path):
     tokens = hf_tokenizer(str(base)).vocab_size
     old = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
     mean = old[:tokens].mean(dim=0)
-    full = start("full_finetune_single_device", tmp_path, **ADDED, train=False).recipe.model.tok_embeddings.weight
+    model = start("full_finetune_single_device", tmp_path, **ADDED, train=False).recipe.model
+    full = model.tok_embeddings.weight.cpu()
     assert full.shape[0] == 330
     assert torch.equal(full[:tokens], old[:tokens])
     torch.testing.assert_close(full[tokens : tokens + 2], mean.expand(2, -1))
     run = start("lora_finetune_single_device", tmp_path, **ADDED)
-    rows = run.trained["tok_embeddings.new_rows"]
+    rows = run.trained["tok_embeddings.new_rows"].cpu()
     assert len(rows) == 330 - tokens
     assert not torch.isclose(rows[:2], mean).all(dim=1).any()
 
@@ -159,7 +160,7 @@ def test_reference_has_the_new_tokens_of_the_policy(tmp_path):
     settings |= {"checkpointer__checkpoint_dir": str(tmp_path / "trained")}
     model = start("full_dpo_single_device", tmp_path, train=False, **settings).recipe.model
     rows = load_file(tmp_path / "trained" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(model.tok_embeddings.weight[first:], rows[first:])
+    assert torch.equal(model.tok_embeddings.weight[first:].cpu(), rows[first:])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.training import ParallelDims, clip_grad_norm_, parallelize
 from torchtune.training.parallel import ParallelDimsError, check_parallelizable
 
+ON_HOST = True  # rows are collated there; batches and models are sent to the device
 FAMILIES = ("qwen3_vl", "qwen3_5_vl")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.devices import DEVICE
 from tests.recipes.killing import launch
 from tests.recipes.runs import write_config
 from tests.torchtune.training.parallel.messages import NAME
@@ -29,10 +30,14 @@ def counted(tmp_path_factory):
 
 @pytest.mark.slow
 def test_ranks_exchange_one_message_per_step(counted):
-    """Fourteen numbers: loss, norm, 2 means, 3 counts, 5 flags. The first step of an epoch also sends its 3 counts."""
+    """Fourteen numbers: loss, norm, 2 means, 3 counts, 5 flags. The first step of an epoch also sends its 3 counts.
+
+    On CUDA devices, a message of its own has those that are there, so that no host waits for them.
+    """
+    messages = 1 if DEVICE == "cpu" else 2
     for (size, _), run in counted.items():
         steps = run["steps"]
-        assert [step["calls"][HOST] for step in steps] == [2, 1, 1], size
+        assert [step["calls"][HOST] for step in steps] == [messages + 1, messages, messages], size
         assert [step["bytes"][HOST] for step in steps] == [8 * 17, 8 * 14, 8 * 14], size
 
 
