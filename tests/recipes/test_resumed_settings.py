@@ -71,6 +71,11 @@ def test_a_resume_with_other_settings(said, tmp_path):
     assert "optimizer.weight_decay was not set and is 0.1 now; shuffle was True and is False now: set them" in message
 
     said.clear()
+    with pytest.raises(CheckpointError, match="'loader' does not fit this run"):
+        start(NAME, tmp_path, train=False, **{**resume, "batch_size": 5})
+    assert not any("takes effect" in line for line in said), "nothing was resumed"
+
+    said.clear()
     start(NAME, tmp_path, **{**resume, "log_every_n_steps": 2, "seed": 8, "loss__num_output_chunks": 4})
     (new,) = [line for line in said if "takes effect" in line]
     assert new.endswith("log_every_n_steps was 1 and is 2 now; loss.num_output_chunks was not set and is 4 now.")
@@ -119,8 +124,8 @@ def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path)
     (tmp_path / "torchtune_config.yaml").write_text(text)
     get_logger("INFO")
     now = {"mine": {"a": [1, 3]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
-    check_resumed_settings(now, tmp_path)
-    assert said == ["Resumed with other settings, the new value takes effect: mine.a.1 was 2 and is 3 now."]
+    sentences = check_resumed_settings(now, tmp_path)
+    assert sentences == ["Resumed with other settings, the new value takes effect: mine.a.1 was 2 and is 3 now."]
     (tmp_path / "torchtune_config.yaml").write_text("- 1")
     with pytest.raises(CheckpointError, match=r"torchtune_config\.yaml holds no settings"):
         check_resumed_settings(now, tmp_path)

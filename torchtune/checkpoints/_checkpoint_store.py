@@ -55,7 +55,7 @@ from torchtune.models import build
 from torchtune.modules.peft import owned_parameters
 from torchtune.training import share_rng_state
 from torchtune.training.parallel import Ranks, reshard
-from torchtune.utils import FolderLock, UserError, doing, get_logger, sign_of_life
+from torchtune.utils import FolderLock, UserError, doing, get_logger, log_rank_zero, sign_of_life
 
 if TYPE_CHECKING:
     from torchtune.modules.low_precision.quantizers import Quantizer
@@ -107,10 +107,11 @@ class CheckpointStore:
     ) -> None:
         if keep_last_n_checkpoints is not None and keep_last_n_checkpoints < 1:
             raise CheckpointError(f"keep_last_n_checkpoints is {keep_last_n_checkpoints}: it must be at least 1.")
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
         self.upload = upload
         self._checkpoints_in_bucket: list[RemoteCheckpoint] = []  # on rank 0, when the output folder was opened
+        self._changed_settings: list[str] = []  # sentences about settings that differ from a resumed checkpoint's
         self.sources: dict[str, ModelSource] = {}
         adapter_dirs = [] if self.output_dir is None else [self.output_dir]
         for name, source in sources.items():
@@ -374,7 +375,7 @@ class CheckpointStore:
                 point = self._ranks.run_on_rank_0(partial(resume_point, path))
                 with self._ranks.raise_on_all():
                     if cfg is not None:
-                        check_resumed_settings(cfg, path)
+                        self._changed_settings = check_resumed_settings(cfg, path)
                     ModelsOfRun.read(path).check_sources(self.sources, path)
                 return point
         return None
@@ -439,8 +440,10 @@ class CheckpointStore:
         newest = candidates[0]
         if newest.is_local:
             resume_point(newest.path)  # raises for a run that is finished
-            check_resumed_settings(cfg, newest.path)
+            changed_settings = check_resumed_settings(cfg, newest.path)
             ModelsOfRun.read(newest.path).check_sources(self.sources, newest.path)
+            for sentence in changed_settings:
+                log_rank_zero(get_logger(), sentence)
             return
         self._check_not_finished(newest.remote)
         settings = self._bucket.folder.read(f"{newest.path.name}/torchtune_config.yaml")
@@ -449,7 +452,8 @@ class CheckpointStore:
                 checkpoint = Path(folder, newest.path.name)
                 checkpoint.mkdir()
                 (checkpoint / "torchtune_config.yaml").write_bytes(settings)
-                check_resumed_settings(cfg, checkpoint)
+                for sentence in check_resumed_settings(cfg, checkpoint):
+                    log_rank_zero(get_logger(), sentence)
 
     def _check_not_finished(self, remote: RemoteCheckpoint) -> None:
         """Raise ``CheckpointError`` if a checkpoint of the bucket has no training state."""
@@ -478,6 +482,8 @@ class CheckpointStore:
         self.load_trained(point.path, models)
         with self._ranks.raise_on_all():
             load_state(state, _parameters(models), point.path, self._ranks.rank)
+        for sentence in self._changed_settings:
+            log_rank_zero(get_logger(), sentence)
 
     def load_trained(self, path: Path, models: Models) -> None:
         """Load the trained weights of a checkpoint of this run into the models, without the training state.

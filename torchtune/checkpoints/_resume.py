@@ -218,12 +218,15 @@ _EXACT = {
 }
 
 
-def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
-    """Compare the settings of a run with the settings in a checkpoint, and log the changes.
+def check_resumed_settings(cfg: Any, checkpoint: Path) -> list[str]:
+    """Compare the settings of a run with the settings in a checkpoint.
 
     Args:
         cfg: settings of a recipe.
         checkpoint: checkpoint folder with ``torchtune_config.yaml``; if the file is missing, a warning is logged.
+
+    Returns:
+        Sentences about the changes, to be logged once the run is resumed: the saved state may not fit them.
 
     Raises:
         CheckpointError: a setting that the saved state depends on has changed.
@@ -238,7 +241,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
             "and schedule hold, such as the learning rate, goes on, whatever optimizer and lr_scheduler say now.",
             level=logging.WARNING,
         )
-        return
+        return []
     with damage_named(path):
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(saved, Mapping):
@@ -264,11 +267,11 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> None:
             f"{path}: the run cannot go on with other settings than it has: {'; '.join(fixed)}: set {pronoun} back, or "
             "start a new run from its weights in another output_dir."
         )
+    sentences = []
     for treatment in (OnResume.NEW, OnResume.KEPT):
         if changes[treatment]:
-            log_rank_zero(
-                get_logger(), f"Resumed with other settings, {treatment.value}: {'; '.join(changes[treatment])}."
-            )
+            sentences.append(f"Resumed with other settings, {treatment.value}: {'; '.join(changes[treatment])}.")
+    return sentences
 
 
 def check_same_settings(cfg: Any, ranks: Ranks) -> None:

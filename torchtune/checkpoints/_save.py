@@ -358,8 +358,8 @@ class Saver:
         failure: list[Exception] = []
         rounds = self._rounds(job, failure)
         if not in_background:
-            self._write(job, lambda: rounds, failure)
-            self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
+            if self._write(job, lambda: rounds, failure):
+                self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
             return
         stream = None
         if torch.cuda.is_initialized():
@@ -424,13 +424,16 @@ class Saver:
             for group in job.state_file.groups:
                 yield [_GroupSlices(job.state_file, self._ranks.rank, compute(group), is_shared=False)]
 
-    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> bool:
+        """Write a checkpoint, and return whether it was saved; only one that the run needs raises an error."""
         try:
             self._write_or_raise(job, rounds, failure)
+            return True
         except (UserError, OSError) as error:
             if not job.optional:
                 raise
             self._log(f"{job.name} was not saved, training goes on: {error}", logging.WARNING)
+            return False
 
     def _write_or_raise(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
         ranks = self._ranks
