@@ -307,7 +307,15 @@ def export(args: argparse.Namespace) -> None:
             earlier export, or the disk is full. The output folder then stays unchanged.
     """
     trained = find_trained(args.model)
-    _check_format(trained, args.to)
+    if args.to in ("adapter", "merged") and trained.adapter is None:
+        raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
+    if args.to == "hf" and trained.adapter is not None:
+        raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
+    if args.to in ("gguf", "ollama") and is_classifier(trained.checkpoint):
+        raise UserError(
+            f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
+            "choose --to hf."
+        )
     label = args.to
     if args.quant is not None:
         label += f"-{args.quant}"
@@ -367,19 +375,6 @@ def _check(trained: Trained, args: argparse.Namespace, export_folder: Path, asid
     if args.check and check.measured is None:
         raise UserError(f"--check: the files cannot be checked, because {check.reason}.")
     return check
-
-
-def _check_format(trained: Trained, to: str) -> None:
-    """Refuse a format that the checkpoint cannot be written in."""
-    if to in ("adapter", "merged") and trained.adapter is None:
-        raise UserError(f"{trained.checkpoint} holds no adapter, all weights were trained: choose --to hf.")
-    if to == "hf" and trained.adapter is not None:
-        raise UserError(f"{trained.checkpoint} was trained as an adapter: choose --to merged, or --to adapter.")
-    if to in ("gguf", "ollama") and is_classifier(trained.checkpoint):
-        raise UserError(
-            f"{trained.checkpoint} is a classifier or a reward model, and GGUF files are written of language models: "
-            "choose --to hf."
-        )
 
 
 def _commands(to: str, output: Path) -> list[str]:
@@ -461,7 +456,12 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
         model = load_to_save(trained.path, dtype)
         contents = "model" if to == "hf" else to
         torchtune.save(model, export_folder, contents=contents)
-        _copy_embedding_files(trained.checkpoint, export_folder)
+        # What sentence-transformers reads of an embedding model or reranker, and the base model's folder may lack.
+        if (trained.checkpoint / "modules.json").is_file():
+            for name in _EMBEDDING_FILES:
+                if (trained.checkpoint / name).is_file():
+                    (export_folder / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(trained.checkpoint / name, export_folder / name)
         return
     source = trained.checkpoint
     if not trained.has_weights:
@@ -471,16 +471,6 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
     shutil.rmtree(merged, ignore_errors=True)
     if to == "ollama":
         _write_modelfile(export_folder, model.description.max_seq_len)
-
-
-def _copy_embedding_files(checkpoint: Path, export_folder: Path) -> None:
-    """Copy what ``sentence-transformers`` reads of an embedding model or reranker; an export may begin at the base."""
-    if not (checkpoint / "modules.json").is_file():
-        return
-    for name in _EMBEDDING_FILES:
-        if (checkpoint / name).is_file():
-            (export_folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(checkpoint / name, export_folder / name)
 
 
 def quantize(folder: Path, quant: str, export_folder: Path) -> torch.nn.Module:

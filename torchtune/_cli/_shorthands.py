@@ -330,8 +330,15 @@ class _DataSettings:
         description = row_format.kind if row_format.builder else "columns as named"
         _say("data", f"{self._name}: {description}, read by {node['_component_']} {columns}".rstrip())
         settings = [f"dataset={json.dumps(node, ensure_ascii=False)}"]
-        if builder.startswith("multimodal."):
-            settings += self._image_settings()
+        model = self._config.get("model") or {}
+        if builder.startswith("multimodal.") and model.get("_component_") == "torchtune.models.from_hf_config":
+            # A config for images has these settings.
+            tokenizer = {
+                "_component_": "torchtune.models.image_text_transform",
+                "path": "${model.checkpoint_dir}",
+                "max_seq_len": None,
+            }
+            settings += ["model.images=True", f"tokenizer={json.dumps(tokenizer)}"]
         if self._adapts_to_retrieval():
             settings += self._retrieval_settings(node, builder)
         if builder == "classification_dataset" and self._config_name.startswith("any_"):
@@ -606,17 +613,6 @@ class _DataSettings:
         raise UserError(
             f"data={self._name}: the rows are {kind}, and {self._config_name} trains on {trained_on}: use {remedy}."
         )
-
-    def _image_settings(self) -> list[str]:
-        """Return the settings of a model that reads images."""
-        if (self._config.get("model") or {}).get("_component_") != "torchtune.models.from_hf_config":
-            return []  # a config for images has them
-        tokenizer = {
-            "_component_": "torchtune.models.image_text_transform",
-            "path": "${model.checkpoint_dir}",
-            "max_seq_len": None,
-        }
-        return ["model.images=True", f"tokenizer={json.dumps(tokenizer)}"]
 
     def _reward_settings(self, row: Mapping[str, Any], node: Mapping[str, Any]) -> list[str]:
         """Return the column of the right answer, where the only reward expects another one."""

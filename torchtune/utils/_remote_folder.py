@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -255,14 +255,17 @@ def local_path(path: str | Path, key: str) -> Path:
     if remote.is_file():
         parent, _, name = remote.url.rpartition("/")
         return local_path(parent, key) / name
-    record = folder.with_name(f"{folder.name}.json")
+    record = folder.with_name(f"{folder.name}.json")  # name -> size and version of each object that the folder holds
     lock = FolderLock(folder.parent, name=f".{folder.name}.lock", key=key)
     with lock.held(waiting=f"Waiting until another process has fetched {remote}."):
         listing = remote.files()
         versions = {name: _version(info) for name, info in listing.items() if not name.endswith("/")}
         if not versions:
             raise RemoteError(f"{key}: {remote} holds no files: correct the path, and check that the bucket exists.")
-        if not folder.is_dir() or _read_record(record) != versions:
+        fetched_versions = None
+        with suppress(OSError, ValueError):  # nothing is fetched yet, or the record is damaged
+            fetched_versions = json.loads(record.read_text(encoding="utf-8"))
+        if not folder.is_dir() or fetched_versions != versions:
             record.unlink(missing_ok=True)
             _fetch(remote, listing, list(versions), folder)
             write_json(record, versions)
@@ -275,14 +278,6 @@ def _version(info: dict[str, Any]) -> list[Any]:
         if info.get(key):
             return [info["size"], str(info[key])]
     return [info["size"], str(None)]
-
-
-def _read_record(path: Path) -> dict[str, list[Any]] | None:
-    """Return the names, sizes and versions of the objects that a fetched folder holds."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def _fetch(remote: RemoteFolder, listing: dict[str, dict[str, Any]], names: list[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torchtune.models
 from tests.tiny_images import qwen2_5_vl_config, smolvlm_config
 from tests.torchtune.models.families import PUBLISHED
-from torchtune.models import ModelError, from_hf_config, get_spec
+from torchtune.models import ModelError, from_hf_config, get_spec, is_classifier
 from torchtune.models.gpt_oss import gpt_oss_20b
 from torchtune.models.llama3 import llama3
 from torchtune.models.llama3_1 import SPEC as LLAMA3_1
@@ -255,3 +255,11 @@ def test_names_of_classes_are_read_and_written(fields, names, problem_type):
     assert written["id2label"] == dict(enumerate(names or ("LABEL_0", "LABEL_1")))
     assert written["label2id"] == {name: index for index, name in written["id2label"].items()}
     assert written.get("problem_type") == problem_type
+
+
+def test_folder_of_a_classifier_is_told_by_its_architecture(tmp_path):
+    assert not is_classifier(tmp_path), "there is no config.json"
+    for architecture, expected in (("LlamaForCausalLM", False), ("LlamaForSequenceClassification", True)):
+        (tmp_path / "config.json").write_text(json.dumps({**_LLAMA, "architectures": [architecture]}))
+        assert is_classifier(tmp_path) is expected
+        assert (LLAMA3_1.from_hf_config({**_LLAMA, "architectures": [architecture]}).num_classes > 0) is expected
