@@ -36,6 +36,8 @@ from torchtune.config._settings import (
 )
 from torchtune.utils import get_logger, log_once
 
+_NEARLY_EQUAL = 0.8  # similarity of a name of another section that is worth a suggestion
+
 
 class Checker:
     """Checker of one document: mistakes are collected, and ``raise_mistakes`` raises them together.
@@ -372,7 +374,7 @@ class Checker:
                 local_name = nearest(key, local_names)
                 suggested = local_name
                 if local_name is None:
-                    similar_name = nearest(key, self.accepted_names)
+                    similar_name = nearest(key, self.accepted_names, _NEARLY_EQUAL)
                     if similar_name is not None:
                         suggested = self.accepted_names[similar_name][0]
             if len(path) == 1 and is_note(self.document, key, local_names, self.accepted_names):

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -550,6 +550,12 @@ def interpolate(document: Document, defaults: dict[str, Any]) -> set[str]:
         elif from_environment:  # saved as written, because the value may be a secret
             document.environment[path] = (written[path], value)
         parent_of(document.data, path)[path[-1]] = value
+
+    for path, targets in references.items():
+        # What is copied as a whole keeps its text on the command line: an output_dir=007 stays 007 where it is named.
+        if len(targets) == 1 and _REFERENCE.fullmatch(written[path]):
+            raw = document.position(targets[0]).raw
+            document.positions[path] = replace(document.position(path), raw=raw)
 
     referenced_keys = set()
     for path, targets in references.items():

@@ -92,12 +92,13 @@ def nearest(name: str, candidates: Iterable[str], similarity: float = SIMILAR) -
     ``similarity`` is difflib's ratio: twice the number of common characters, divided by the length of both names.
     """
 
-    def common_letters(candidate: str) -> tuple[int, str]:
-        return len(set(candidate) & set(name)), candidate
+    def same_case(candidate: str) -> tuple[bool, int, str]:
+        return candidate[:1].isupper() == name[:1].isupper(), len(set(candidate) & set(name)), candidate
 
-    # Case is ignored. Of names that differ in case alone, the last one stays: for AdamZ, Adam rather than adam.
+    # Case is ignored. Of names that differ in case alone, the last one stays: for Adamw, the class AdamW rather than
+    # the module adamw.
     by_lower_case = {}
-    for candidate in sorted(set(candidates) - {name}, key=common_letters):
+    for candidate in sorted(set(candidates) - {name}, key=same_case):
         by_lower_case[candidate.lower()] = candidate
     matches = difflib.get_close_matches(name[:_MAX_COMPARED].lower(), by_lower_case, n=1, cutoff=similarity)
     if not matches:

@@ -13,7 +13,15 @@ from typing import Any
 
 from torchtune._lazy import former_names
 from torchtune.config._check import Checker, build_settings
-from torchtune.config._document import COMMAND_LINE, Document, apply_overrides, interpolate, iter_scalars, read_document
+from torchtune.config._document import (
+    COMMAND_LINE,
+    Document,
+    apply_overrides,
+    interpolate,
+    iter_scalars,
+    parent_of,
+    read_document,
+)
 from torchtune.config._errors import ConfigError, Mistake
 from torchtune.config._recipe_check import (
     check_keys_are_read,
@@ -77,6 +85,7 @@ def load_and_check(
     """
     document = read_document(find_config(config_path))
     apply_overrides(document, overrides)
+    _expand_home(document)
     if isinstance(document.data.get("recipe"), dict | list):
         document.add_mistake(("recipe",), "must be the name or the path of a recipe")
         document.check()
@@ -89,6 +98,13 @@ def load_and_check(
     if not dataclasses.is_dataclass(cls):
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
+
+
+def _expand_home(document: Document) -> None:
+    """Replace ``~`` at the start of every folder: no shell does it in a YAML file or inside of quotation marks."""
+    for path, value in list(iter_scalars(document.data)):
+        if isinstance(value, str) and value.startswith("~") and str(path[-1]).endswith("_dir"):
+            parent_of(document.data, path)[path[-1]] = os.path.expanduser(value)
 
 
 def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | None) -> Any:

@@ -52,6 +52,8 @@ PARTS = "tests.torchtune.config.assets.parts"
         ("sampler.temprature=1", "sampler.temprature: there is no such setting; did you mean 'temperature'?"),
         ("metric_logger.projct=a", f"metric_logger.projct: {PARTS}.Logger takes no argument 'projct'; did you mean 'project'?"),
         ("model=tests.torchtune.config.assets.parts.Modl", f"model._component_: '{PARTS}.Modl': module '{PARTS}' has no attribute 'Modl'; did you mean 'Model'?"),
+        ("model=torch.optim.Adamw", "model._component_: 'torch.optim.Adamw': module 'torch.optim' has no attribute 'Adamw'; did you mean 'AdamW'?"),
+        ("tokenizer.fused=True", f"tokenizer.fused: {PARTS}.Tokenizer takes no argument 'fused'"),
         ("model=torhc.nn.Linear", "model._component_: 'torhc.nn.Linear': there is no module 'torhc' here; did you mean 'torch'?"),
         ("model=torchtune.cofnig.x.Y", "model._component_: 'torchtune.cofnig.x.Y': there is no module 'torchtune.cofnig'; did you mean 'config'?"),
         ("model=no_such_package.x", "model._component_: 'no_such_package.x': there is no module 'no_such_package' here: install it, or correct the name"),
@@ -65,6 +67,20 @@ def test_each_mistake_is_one_line_with_its_place_and_remedy(mistakes, override, 
     texts = [line.removeprefix("command line: ") for line in mistakes(override)]
     expected_elsewhere = ("model=", "c.yaml")  # another component leaves the arguments of the first one behind
     assert [line for line in texts if not line.startswith(expected_elsewhere)] == [message]
+
+
+def test_a_number_for_a_text_keeps_its_digits_where_another_setting_names_it(check):
+    settings = check("output_dir=007", replace={"path: ${output_dir}/tokenizer.json": "path: ${output_dir}"})
+    assert settings.output_dir == "007"
+    assert settings.tokenizer["path"] == "007"
+
+
+def test_folders_may_begin_with_the_home_folder(check, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/of_nobody")
+    settings = check("output_dir=~/runs", replace={"log_dir: ${output_dir}/logs": "log_dir: ~/logs"})
+    assert settings.output_dir == "/home/of_nobody/runs"
+    assert settings.tokenizer["path"] == "/home/of_nobody/runs/tokenizer.json"
+    assert settings.metric_logger["log_dir"] == "/home/of_nobody/logs"
 
 
 def test_all_mistakes_are_reported_at_once_in_the_order_of_the_file(mistakes):
