@@ -246,7 +246,7 @@ class _Checks:
         if not {"save_every_n_steps", "resume_from_checkpoint"} <= self._setting_names:
             raise NotChecked("the recipe has no save_every_n_steps or resume_from_checkpoint")
         steps = {"batch_size": 1, "epochs": 1, "max_steps_per_epoch": _ROWS, "save_every_n_steps": _ROWS // 2}
-        steps["shuffle"] = self._data.get("shuffle", True)
+        steps["shuffle"] = self._data.get("shuffle", True)  # the other checks turn it off; a resume must keep the order
         half = _ROWS // 2
         uninterrupted = self._train("uninterrupted", **steps)
         if len(uninterrupted) < _ROWS:
@@ -256,7 +256,11 @@ class _Checks:
         shutil.copytree(self._folder / "uninterrupted" / checkpoint, self._folder / "resumed" / checkpoint)
         resumed = self._train("resumed", **{**steps, "resume_from_checkpoint": True})
         expected_losses = {step: metrics["loss"] for step, metrics in uninterrupted.items() if step > half}
-        resumed_losses = {step: metrics["loss"] for step, metrics in resumed.items() if step > half}
+        if min(resumed) <= half:
+            raise CheckFailed(
+                f"with resume_from_checkpoint=True, the run began at step {min(resumed)} instead of {half + 1}"
+            )
+        resumed_losses = {step: metrics["loss"] for step, metrics in resumed.items()}
         if resumed_losses != expected_losses:
             raise CheckFailed(
                 f"the losses are {list(resumed_losses.values())} instead of {list(expected_losses.values())}"

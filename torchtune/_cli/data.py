@@ -266,7 +266,7 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
     started = time.monotonic()
     records = []
     for name, setting in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
-        for node in _single_nodes(setting):
+        for node in _leaf_datasets(setting):
             try:
                 with preparing_shard(output, shard), workers(processes):
                     dataset = instantiate_dataset(node, tokenizer)
@@ -282,7 +282,7 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
     print(f"  tune data merge {shlex.quote(str(output))}")
 
 
-def _single_nodes(setting: Any) -> list[Any]:
+def _leaf_datasets(setting: Any) -> list[Any]:
     """Return the nodes of a dataset setting, also those of mixtures in lists and lists in mixtures."""
     from torchtune.datasets import dataset_nodes
 
@@ -291,10 +291,10 @@ def _single_nodes(setting: Any) -> list[Any]:
     nodes = dataset_nodes(setting)
     if nodes[0] is setting:
         return nodes
-    single_nodes = []
+    leaf_datasets = []
     for node in nodes:
-        single_nodes += _single_nodes(node)
-    return single_nodes
+        leaf_datasets += _leaf_datasets(node)
+    return leaf_datasets
 
 
 class DataMerge(Subcommand):

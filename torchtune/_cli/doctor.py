@@ -70,7 +70,10 @@ class Findings:
 
 
 def examine(output: Path) -> Findings:
-    """Examine this machine; ``output`` is the folder for runs."""
+    """Examine this machine; ``output`` is the folder for runs.
+
+    Each part returns lines about the machine, and adds its warnings and problems to the findings.
+    """
     import torch
 
     from torchtune.modules.kernels import describe_kernels

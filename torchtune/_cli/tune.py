@@ -21,7 +21,7 @@ from torchtune._cli.schema import Schema
 from torchtune._cli.serve import Serve
 from torchtune._cli.sweep import Sweep
 from torchtune.config import redact_secrets
-from torchtune.utils import UserError, file_limits
+from torchtune.utils import UserError, explain_file_limits
 
 # In the order of `tune --help`.
 SUBCOMMANDS = (
@@ -99,7 +99,7 @@ def main() -> None:
     parser = TuneCLIParser()
     args = parser.parse_args()
     try:
-        with file_limits():
+        with explain_file_limits():
             parser.run(args)
         sys.stdout.flush()
     except UserError as error:

@@ -51,7 +51,7 @@ _MAX_BYTES = 2**20
 _MAX_VALUES = 20_000
 
 COMMAND_LINE = "command line"  # stands for the file and line of an override
-_AFTER_FILES = 10**9  # line number, so that command-line mistakes are sorted after mistakes of the file
+_FIRST_OVERRIDE_LINE = 10**9  # line number, so that command-line mistakes are sorted after mistakes of the file
 
 
 class BadValue(yaml.MarkedYAMLError):
@@ -393,7 +393,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         {'optimizer': {'lr': 0.1}}
     """
     for index, token in enumerate(overrides):
-        position = Position(COMMAND_LINE, _AFTER_FILES + index, token.partition("=")[2])
+        position = Position(COMMAND_LINE, _FIRST_OVERRIDE_LINE + index, token.partition("=")[2])
         key, equals, text = token.removeprefix("~").partition("=")
         keys = key.split(".")
         try:
@@ -410,8 +410,9 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             else:
                 _assign(document, keys, text, position)
         except _InvalidOverride as error:
-            document.positions[(key or token,)] = position
-            document.add_mistake((key or token,), str(error))
+            whole_key = (key or token,)  # in one piece, because it may not be a path of keys
+            document.positions[whole_key] = position
+            document.add_mistake(whole_key, str(error))
 
 
 def _convert_key(node: Any, key: str, section_path: KeyPath) -> str | int:

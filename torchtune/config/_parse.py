@@ -35,17 +35,17 @@ from torchtune.config._save import keep_references
 from torchtune.config._secrets import escape, redact_secrets
 from torchtune.config._settings import describe_settings, settings_fields, settings_of
 from torchtune.utils import (
-    LOST,
+    LOST_RANK,
     ForeignPathError,
     LostRankError,
     UserError,
-    file_limits,
-    first_to_say,
+    explain_file_limits,
     get_logger,
+    is_first_to_print,
     log_once,
     note_in_run_log,
     refuse_foreign,
-    was_said,
+    was_error_printed,
 )
 
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
@@ -252,28 +252,28 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
             return recipe_main(*settings)
         try:
             config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
-            with file_limits():
+            with explain_file_limits():
                 result = recipe_main(load_and_check(config_path, overrides, recipe_main))
         except UserError as error:
-            # An error that every rank raises is printed once, by the first rank: torchrun ends the others.
+            # An error that every rank raises is printed once, by the first rank: torchrun then ends the other ranks.
             is_shared = error.raised_on_all
             message = str(error)
             if is_shared:  # its text may name another file on each rank
                 message = type(error).__name__
-            if first_to_say(message, shared=is_shared):
+            if is_first_to_print(message, shared=is_shared):
                 print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
             note_in_run_log(redact_secrets(str(error)))
             sys.exit(2)
         except LostRankError as error:
             note_in_run_log(traceback.format_exc().rstrip())
-            if not error.is_reported and first_to_say(LOST):
+            if not error.is_reported and is_first_to_print(LOST_RANK):
                 print(f"error: {error}", file=sys.stderr)
             sys.exit(error.exit_code)
         except RuntimeError:
-            if not was_said():
+            if not was_error_printed():
                 raise
-            # Another process has printed the cause of this error, so this error is only logged: the cause is printed
-            # last.
+            # Another process has printed the cause of this error. This one is only logged, so that the cause stays the
+            # last thing on the screen.
             note_in_run_log(traceback.format_exc().rstrip())
             sys.exit(1)
         sys.exit(result)

@@ -130,12 +130,14 @@ def _tools_of_column(row: Mapping[str, Any], name: str, columns: Collection[str]
         raise DataError(f"column '{name}': {error} (rename the column if it holds something else)") from error
 
 
-def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], columns: Collection[str]) -> str | None:
+def _missing_system_prompt(
+    row: Mapping[str, Any], messages: Sequence[Message], turn_columns: Collection[str]
+) -> str | None:
     """Return the system prompt in a column of the row, unless the turns already begin with it."""
     prompts: dict[str, str] = {}  # by the name of their column or turn
     for name in _SYSTEM_COLUMNS:
         value = row.get(name)
-        if name in columns or value is None or value == "":
+        if name in turn_columns or value is None or value == "":
             continue
         if not isinstance(value, str):
             raise DataError(
@@ -144,7 +146,7 @@ def _missing_system_prompt(row: Mapping[str, Any], messages: Sequence[Message], 
         prompts[f"column '{name}'"] = value
     if not prompts:
         return None
-    name, prompt = next(iter(prompts.items()))  # that of a column
+    name, prompt = next(iter(prompts.items()))  # of the first column, with which the others are compared
     has_system_turn = bool(messages) and messages[0].role == "system"
     if has_system_turn:
         prompts = {"the system turn": messages[0].text_content, **prompts}

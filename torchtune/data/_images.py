@@ -98,7 +98,7 @@ def open_image(value: Any) -> Any:
         DataError: the value is not an image, cannot be read, has several frames, or is a web URL.
         UserError: Pillow is not installed.
     """
-    return _read(value, _decoded)
+    return _with_opened_image(value, _decoded)
 
 
 def check_image(value: Any, decode: bool = False) -> None:
@@ -112,9 +112,9 @@ def check_image(value: Any, decode: bool = False) -> None:
         DataError: see :func:`open_image`.
     """
     if decode:
-        _read(value, _decoded)
+        _with_opened_image(value, _decoded)
     else:
-        _read(value, _checked)
+        _with_opened_image(value, _checked)
 
 
 def each_image(function: Callable[[Any], Any], images: Sequence[Any], name: str = "image") -> list[Any]:
@@ -136,7 +136,7 @@ def image_size(value: Any) -> tuple[Any, ...]:
     Raises:
         DataError: the frames of a video have different sizes.
     """
-    size = _read(value, _size)
+    size = _with_opened_image(value, _size)
     if not isinstance(size, Video):
         return size
     frame_sizes = size.frames
@@ -148,15 +148,15 @@ def image_size(value: Any) -> tuple[Any, ...]:
     return (*frame_sizes[0], len(frame_sizes), size.fps)
 
 
-def _read(value: Any, function: Callable[[Any], Any]) -> Any:
+def _with_opened_image(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return ``function(image)`` for an opened Pillow image; raise :class:`DataError` if it cannot be read.
 
     For a video, return a :class:`Video` with the results for its frames.
     """
     if isinstance(value, Video):
-        frames = each_image(lambda frame: _read(frame, function), value.frames, "frame")
+        frames = each_image(lambda frame: _with_opened_image(frame, function), value.frames, "frame")
         return value._replace(frames=tuple(frames))
-    pillow = _require_pillow()
+    pil_image = _require_pillow()
     name = _image_name(value)
     if isinstance(value, Mapping):
         data = value.get("bytes")
@@ -168,14 +168,16 @@ def _read(value: Any, function: Callable[[Any], Any]) -> Any:
         value = path
         if data is not None:
             value = bytes(data)
-    if not isinstance(value, str | Path | bytes | pillow.Image):
+    if not isinstance(value, str | Path | bytes | pil_image.Image):
         raise DataError(f"an image must be a path, its bytes or a Pillow image, not {type(value).__name__}")
     if isinstance(value, str) and value.startswith(("http://", "https://")):
-        raise DataError(f"{name} is of the web, where nothing is fetched from: download it and give its path")
+        raise DataError(
+            f"{name} is an address of the web, from which nothing is fetched: download it and give its path"
+        )
     try:
         with _open_pillow_image(value) as image:
             return function(image)
-    except (*_IMAGE_ERRORS, pillow.DecompressionBombError) as error:
+    except (*_IMAGE_ERRORS, pil_image.DecompressionBombError) as error:
         raise DataError(f"{name} cannot be read ({_explain_error(error)})") from error
 
 

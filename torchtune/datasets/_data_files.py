@@ -451,7 +451,7 @@ class _IndexedFile:
                         refuse_shrunk(self.path, self.starts[-1], os.fstat(file.fileno()).st_size)
                     yield record
         except OSError as error:
-            raise DataError(f"{self.path} cannot be read on ({error.strerror}): put it back.") from error
+            raise DataError(f"{self.path} can no longer be read ({error.strerror}): put it back.") from error
 
     def location(self, row: int) -> str:
         """Return the path, and the line or row, of a row."""
@@ -497,7 +497,7 @@ def refuse_shrunk(path: str, before: int, now: int) -> None:
     )
 
 
-def unparsed(rows: Any) -> Iterable[Any]:
+def undecoded(rows: Any) -> Iterable[Any]:
     """Return an iterable of rows; records of files are undecoded, so that a broken one does not end the iteration."""
     if isinstance(rows, FileRows):
         return rows.lines()

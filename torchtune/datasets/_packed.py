@@ -228,13 +228,13 @@ class Pack(list):
             if num_padding > 0:
                 lengths.append(num_padding)
             return torch.tensor(lengths)
-        if key == "input_pos":
+        if key == "input_pos":  # as in earlier releases: positions go on in the padding, which seq_lens counts apart
             lengths[-1] += num_padding
             return torch.cat([torch.arange(length) for length in lengths])
         paddings = {"tokens": self.padding_idx, "labels": CROSS_ENTROPY_IGNORE_IDX}
         if key not in paddings:
             raise KeyError(key)
-        documents = documents_of(self)  # raises for weights, which a padded row has no tensor for
+        documents = documents_of(self)  # raises for label_weights, which a padded row has no tensor for
         values = torch.cat([torch.as_tensor(document[key]) for document in documents])
         return F.pad(values, (0, num_padding), value=paddings[key])
 

@@ -206,9 +206,9 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
     if settings:
         raise DataError(f"{settings[0]} does not go with rows in memory: leave it out.")
     split = kwargs.get("split")
-    is_table = type(source).__module__.partition(".")[0] == "datasets"
+    is_from_datasets_package = type(source).__module__.partition(".")[0] == "datasets"
     if isinstance(source, Mapping):
-        if not is_table:
+        if not is_from_datasets_package:
             raise DataError("source is a mapping: rows in memory must be a list of mappings column -> value.")
         if split not in source:
             raise DataError(f"source has the splits {', '.join(source)}: set split to one of them, not {split!r}.")
@@ -217,9 +217,9 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
         raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
     if isinstance(source, list | tuple):
         return source
-    is_data_frame = hasattr(source, "columns")  # which iterates over its columns
+    is_data_frame = hasattr(source, "columns")  # iterating over it gives the names of its columns
     if hasattr(source, "__len__"):
-        if is_table:
+        if is_from_datasets_package:
             return source
         if hasattr(source, "__getitem__") and not is_data_frame:
             return [source[index] for index in range(len(source))]

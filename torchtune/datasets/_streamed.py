@@ -63,7 +63,7 @@ class FileReader:
 
     def __init__(self, files: Sequence[tuple[str, FileFormat]]) -> None:
         self.paths = [path for path, _ in files]
-        self.files = len(files)
+        self.num_files = len(files)
         self._formats = [format for _, format in files]
         self._sizes = [os.path.getsize(path) for path in self.paths]
         # A file that has to be unpacked or parsed as a whole is only read forwards: (path, offset, opened file).
@@ -94,45 +94,45 @@ class FileReader:
         Raises:
             DataError: the source cannot be read, or a file has shrunk.
         """
-        number, offset, lines_before = position or (0, 0, 0)
+        order_index, offset, lines_before = position or (0, 0, 0)
         rows: list[Row] = []
-        while number < self.files and len(rows) < count:
-            file = number
+        while order_index < self.num_files and len(rows) < count:
+            file_index = order_index
             if order is not None:
-                file = order[number]
-            path = self.paths[file]
+                file_index = order[order_index]
+            path = self.paths[file_index]
             try:
                 size = os.path.getsize(path)
-                if size < self._sizes[file]:
-                    refuse_shrunk(path, self._sizes[file], size)
-                file_rows, offset, lines_before = self._rows(file, offset, lines_before, count - len(rows))
+                if size < self._sizes[file_index]:
+                    refuse_shrunk(path, self._sizes[file_index], size)
+                file_rows, offset, lines_before = self._rows(file_index, offset, lines_before, count - len(rows))
             except OSError as error:
                 raise DataError(
-                    f"{path} cannot be read on ({error.strerror or error}): put it back and resume."
+                    f"{path} can no longer be read ({error.strerror or error}): put it back and resume."
                 ) from error
-            except DataError:
+            except DataError:  # a UserError as well, which is complete
                 raise
             except UserError as error:
                 raise DataError(str(error)) from error
             rows += file_rows
             if offset is None:  # the end of the file
-                number += 1
+                order_index += 1
                 offset = 0
                 lines_before = 0
-        if number == self.files:
-            return rows, None
-        return rows, [number, offset, lines_before]
+        if order_index == self.num_files:
+            return rows, None  # the end
+        return rows, [order_index, offset, lines_before]
 
-    def _rows(self, file: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
+    def _rows(self, file_index: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
         """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
-        path = self.paths[file]
-        format = self._formats[file]
+        path = self.paths[file_index]
+        format = self._formats[file_index]
         if offset == 0:
             offset, lines_before = format.start
         is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
         end: int | None = None  # the end of an unpacked file is not known before
         if is_plain:  # a file that grows is read up to its first size
-            end = self._sizes[file]
+            end = self._sizes[file_index]
         rows: list[Row] = []
         with unpacking(Path(path)):
             if self._opened is not None and self._opened[:2] == (path, offset):
@@ -169,7 +169,7 @@ class HubReader:
         source: name of the source.
     """
 
-    files = 0
+    num_files = 0
     size = None
 
     def __init__(self, rows: Any, source: str) -> None:
@@ -196,8 +196,8 @@ class HubReader:
                 next_position = [_plain(self._dataset.state_dict()), rows_before + count]
         except Exception as error:  # remote readers raise errors of a dozen packages
             raise DataError(
-                f"{self._source} cannot be read on after {rows_before:,} rows ({first_line(error)}): resume the run "
-                "when it can."
+                f"{self._source} can no longer be read after {rows_before:,} rows ({first_line(error)}): resume "
+                "the run when it can."
             ) from error
         self._open = None
         if next_position is not None:  # the iterator goes on if the next call has this position
@@ -228,8 +228,8 @@ class ArrowReader(FileReader):
         """See :meth:`FileReader.fingerprint`."""
         return f"{super().fingerprint()} read by datasets"
 
-    def _rows(self, file: int, offset: Any, lines_before: int, count: int) -> tuple[list[Row], Any, int]:
-        path = self.paths[file]
+    def _rows(self, file_index: int, offset: Any, lines_before: int, count: int) -> tuple[list[Row], Any, int]:
+        path = self.paths[file_index]
         if self._reader_path != path:
             self._reader = HubReader(load_rows(path, split="train", streaming=True, **self._kwargs), path)
             self._reader_path = path
@@ -600,9 +600,9 @@ class StreamedDataset(ExampleDataset):
     def _read(self, start: _WindowStart) -> _Window:
         """Read the rows of a window, and request their tokens unless they are tokenized one by one."""
         order = None
-        if self._shuffle and self._reader.files > 1:  # another order of the files in each pass
+        if self._shuffle and self._reader.num_files > 1:  # another order of the files in each pass
             random = make_random_state(self._seed, start.passes)
-            order = random.permutation(self._reader.files).tolist()
+            order = random.permutation(self._reader.num_files).tolist()
         rows, after = self._reader.window(start.position, self._window_size, order)
         window = _Window(start, rows, after)
         if not self._is_lazy:

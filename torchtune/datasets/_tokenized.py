@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
-from torchtune.datasets._data_files import unparsed
+from torchtune.datasets._data_files import undecoded
 from torchtune.datasets._file_formats import Line, parsed
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
@@ -156,16 +156,17 @@ class Tokenize:
         """Tokenize the rows from number ``start`` on; ``location`` names a row for the watchdog.
 
         Returns:
-            The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has more than tokens.
+            The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has
+            outputs besides tokens, such as images.
         """
         columns: dict[str, list[np.ndarray]] = {}
         for name in self.names:
             columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
-        for index, row in enumerate(unparsed(rows), start):
+        for index, row in enumerate(undecoded(rows), start):
             sign_of_life(location(index))
             facts["rows"] += 1
-            self._take_omitted()  # forget the texts that were tokenized for something else
+            self._take_omitted()  # forget what it left out of other texts, such as a preview of the layout
             try:
                 samples = self._samples(_columns(row))
                 if samples is None:
@@ -181,9 +182,9 @@ class Tokenize:
                 facts["omitted"].setdefault(kind, []).append(index)
             for sample, token_row in zip(samples, token_rows, strict=True):
                 facts["numbers"].append(index)
-                for text in sample.values():
-                    if "note" in text:
-                        facts["notes"].append(text["note"])
+                for entry in sample.values():  # of each store
+                    if "note" in entry:
+                        facts["notes"].append(entry["note"])
                 # The columns stand in the order of the arrays of a token row.
                 for column, values in zip(columns.values(), token_row, strict=True):
                     column.append(values)

@@ -21,7 +21,7 @@ from torchtune.training.parallel import reshard
 from torchtune.utils import computes_on_cpu, onednn_computes, onednn_layout, onednn_linear
 
 _SMALL_RANK = 64  # of adapters; a float32 copy of a larger one would take more memory than it saves time
-_ORIGINAL = "_torchdynamo_orig_callable"  # attribute of the function that torch.compile returns
+_ORIGINAL_ATTRIBUTE = "_torchdynamo_orig_callable"  # attribute of the function that torch.compile returns
 
 
 @contextmanager
@@ -32,17 +32,18 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
     limit of recompilations, the compiler would also give up on training.
     """
     compiled_calls = [(module, module._compiled_call_impl) for module in model.modules()]
-    # Layers with activation checkpointing have an object in the place of their forward, which is compiled inside.
+    # A layer with activation checkpointing has a CheckpointedForward in the place of its forward method, and the
+    # forward inside of that object is compiled.
     compiled_forwards = []
     for module in model.modules():
         checkpointed = vars(module).get("forward")
-        if hasattr(getattr(checkpointed, "forward", None), _ORIGINAL):
+        if hasattr(getattr(checkpointed, "forward", None), _ORIGINAL_ATTRIBUTE):
             compiled_forwards.append((checkpointed, checkpointed.forward))
     try:
         for module, _ in compiled_calls:
             module._compiled_call_impl = None
         for checkpointed, forward in compiled_forwards:
-            checkpointed.forward = getattr(forward, _ORIGINAL)
+            checkpointed.forward = getattr(forward, _ORIGINAL_ATTRIBUTE)
         yield
     finally:
         for module, call in compiled_calls:

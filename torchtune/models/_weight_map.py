@@ -643,7 +643,10 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
 
 @lru_cache(maxsize=32)
 def _prefixed(weight_map: WeightMap, prefixes: tuple[tuple[str, str], ...], tune_prefix: str) -> WeightMap:
-    """See :meth:`WeightMap.prefixed`; cached, because :func:`_expand` is cached by the map."""
+    """See :meth:`WeightMap.prefixed`; cached, because it is called for every weight of an export.
+
+    The result has the default ``modules``; families that need others set them with ``dataclasses.replace``.
+    """
     external_prefixes = dict(prefixes)
     rows = []
     for row in weight_map.rows:

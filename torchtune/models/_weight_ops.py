@@ -263,26 +263,29 @@ class ExpertAdapter(Op):
         is_b = which >= self.parts  # of our tensors, the first half are a, the second half b
         part = which % self.parts
         everything = slice(0, None)
-        inside = everything  # the channels of our matrix in the external one: of b, a block of the diagonal
+        # Where our matrix lies along the channels of the external one: a has all of them, b a block of the diagonal.
+        inside = everything
         if is_b:
             num_channels = shape_a[1] if self.swapped else shape_b[0]
             width = num_channels // self.parts
             inside = slice(part * width, (part + 1) * width)
         external_slices: list[ExternalSlice] = []
-        if is_b == self.swapped:  # our tensor is in A, in which the rows of an expert are consecutive
+        is_in_external_a = is_b == self.swapped
+        if is_in_external_a:  # there, the rows of an expert are consecutive
             for index, expert in enumerate(range(experts.start, experts.stop)):
                 first_row = (expert * self.parts + part) * rank
                 rows = slice(first_row, first_row + rank)
+                columns = slice(0, shape_a[1])
                 external_slices.append(
-                    _PaddedSlice(0, (rows, slice(0, shape_a[1])), index, not is_b, inside=(everything, inside))
+                    _PaddedSlice(0, (rows, columns), index, transposed=not is_b, inside=(everything, inside))
                 )
             return external_slices
-        for channel in range(rank):  # of B, in which the columns of a LoRA channel are consecutive
+        for channel in range(rank):  # of the external B, in which the columns of a LoRA channel are consecutive
             our_rows = (everything, channel) if is_b else (everything, everything, channel)
             first_column = (part * rank + channel) * num_experts
             columns = slice(first_column + experts.start, first_column + experts.stop)
             external_slices.append(
-                _PaddedSlice(1, (slice(0, shape_b[0]), columns), our_rows, True, inside=(inside, everything))
+                _PaddedSlice(1, (slice(0, shape_b[0]), columns), our_rows, transposed=True, inside=(inside, everything))
             )
         return external_slices
 

@@ -509,7 +509,7 @@ class TeacherCache:
         """Return the rows that are not cached yet."""
         return rows[~self._is_cached[rows]]
 
-    def check_rows(self, rows: Sequence[int], examples: Sequence[Any]) -> None:
+    def check_unchanged(self, rows: Sequence[int], examples: Sequence[Any]) -> None:
         """Check that examples and their cached values have not changed.
 
         Raises:
@@ -650,7 +650,7 @@ def use_cache(
             else:  # a pack, whose documents all have the number of its row
                 rows.append(numbered[0]["row"])
                 examples.append([_without_row_number(document) for document in numbered])
-        cache.check_rows(rows, examples)
+        cache.check_unchanged(rows, examples)
         batch = collate(examples)
         is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         positions = torch.full_like(batch.labels, -1)
@@ -663,8 +663,9 @@ def use_cache(
             label_positions = torch.cat(row_positions)
             if len(label_positions) != num_labels:
                 raise DataError(
-                    f"collate_fn: it makes {num_labels} labels of {len(label_positions)}, so nobody can tell which of "
-                    "teacher_cache they are: use torchtune.data.collate_documents, or set teacher_cache to null."
+                    f"collate_fn: it makes {num_labels} labels where the cache has {len(label_positions)} values, so "
+                    "nobody can tell which of teacher_cache they are: use torchtune.data.collate_documents, or set "
+                    "teacher_cache to null."
                 )
             positions[is_labeled] = label_positions + first_position
         return dataclasses.replace(batch, per_token={**batch.per_token, CACHE_POSITIONS: positions})

@@ -221,11 +221,18 @@ class JSONFields(_ColumnReward):
             return 1.0
         num_equal = 0
         for field in answer.keys() & expected.keys():
-            # True equals 1 in Python, but not in JSON.
-            has_same_kind = isinstance(answer[field], bool) == isinstance(expected[field], bool)
-            if has_same_kind and answer[field] == expected[field]:
+            if _is_same_json(answer[field], expected[field]):
                 num_equal += 1
         return num_equal / len(fields)
+
+
+def _is_same_json(value: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal; True equals 1 in Python, but not in JSON."""
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        return value.keys() == other.keys() and all(_is_same_json(value[key], other[key]) for key in value)
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_same_json, value, other))
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 class LengthReward(_RowReward):

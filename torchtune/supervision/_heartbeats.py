@@ -143,15 +143,15 @@ class Heartbeats:
         from torch.distributed import DistError, TCPStore
 
         host, _, port = self.address.rpartition(":")
-        wait = timedelta(seconds=60)
-        own_host = _own_host(host, int(port))
+        timeout = timedelta(seconds=60)
+        own_host = _own_host(host, int(port))  # by a connection to the store, which rank 0 may open later
         while own_host is None:
             if self._stop_event.wait(self._interval):
                 return
             own_host = _own_host(host, int(port))
         self._lifelines = Lifelines(self._rank, self._world_size, self._prefix, own_host)
         try:
-            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
             self._lifelines.open(store)
             self._sync_with_store(store)
             is_last = False
@@ -160,14 +160,14 @@ class Heartbeats:
                 self._wake_event.clear()
                 is_last = self._stop_event.is_set()  # read before the beat, so that the last beat is published
                 self._lifelines.connect(store)
-                self._lifelines.look()
+                self._lifelines.poll()
                 self._sync_with_store(store)
         except DistError as error:
             get_logger().debug(f"The heartbeats end: {error}")
             self.has_lost_store = True
-        # Rank 0 may have finished, and its store with it, or be lost: only lifelines tell.
+        # Rank 0 may have finished, and its store with it, or be lost: only the lifelines show which.
         while not self._stop_event.wait(self._interval):
-            self._lifelines.look()
+            self._lifelines.poll()
         self._lifelines.close(has_finished=self.own_beat.left == FINISHED)
 
     def _sync_with_store(self, store: "Store") -> None:
@@ -356,7 +356,7 @@ class Lifelines:
             return
         self._keep(line, self._next_rank)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Accept the connection of the previous rank, and find the connections that have ended."""
         self._accept()
         for line, rank in list(self._lines.items()):

@@ -27,8 +27,8 @@ from torchtune.utils import (
 _MAX_SUGGESTIONS = 4
 _SHORTEST_TO_HALVE = 256  # tokens; shorter sequences are only suggested above this length
 # torch's messages for host memory (Linux, Windows), and CUDA's and cuBLAS's for device memory.
-_HOST = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
-_DEVICE = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_HOST_MESSAGES = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_DEVICE_MESSAGES = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 Changes = dict[str, Any]
 
@@ -48,7 +48,7 @@ def explain_out_of_memory(
 
     Args:
         settings: settings of the recipe.
-        activity: activity of this process.
+        activity: step, phase and last batch of this process, for the message and the name of the snapshot.
         dims: the device mesh.
         record_history: record the stack of every allocation in the snapshot, at a small cost.
 
@@ -63,9 +63,9 @@ def explain_out_of_memory(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE):
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _DEVICE_MESSAGES):
             kind = "device"
-        elif isinstance(error, MemoryError) or any(text in str(error) for text in _HOST):
+        elif isinstance(error, MemoryError) or any(text in str(error) for text in _HOST_MESSAGES):
             kind = "host"
         else:
             raise

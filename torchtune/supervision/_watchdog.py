@@ -36,15 +36,15 @@ from torchtune.utils import (
     EXIT_REQUEUE,
     HANG_EXIT_CODE,
     LOOP_PHASES,
-    LOST,
+    LOST_RANK,
     Activity,
     LostRankError,
     UserError,
     dump_stacks,
     dump_stacks_after,
-    first_to_say,
     get_logger,
     get_rank,
+    is_first_to_print,
     note_in_run_log,
     place,
     set_collective_timeout,
@@ -322,7 +322,7 @@ class Watchdog:
 
     def _exit_lost_peer(self, loss: LostRankError) -> None:
         """Exit because another rank, for which this rank waits, has ended."""
-        _report_once(LOST, str(loss))  # the failed rank may not get to log it
+        _report_once(LOST_RANK, str(loss))  # the failed rank may not get to log it
         _run_with_timeout(5.0, lambda: self._publish_exit(PEER_LOST))
         _exit_process(loss.exit_code)
 
@@ -375,7 +375,7 @@ def _agent_pid() -> int | None:
 
 def _report_once(occasion: str, sentence: str) -> None:
     """Log a sentence if no other rank of this machine has logged that of the occasion; else note it in the log file."""
-    if first_to_say(occasion):
+    if is_first_to_print(occasion):
         _run_with_timeout(5.0, lambda: get_logger().error(sentence))
     else:
         _run_with_timeout(5.0, lambda: note_in_run_log(sentence))

@@ -21,8 +21,8 @@ from ._files import WriteError, cache_root, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
+from ._files import explain_file_limits as explain_file_limits
 from ._files import explain_os_error as explain_os_error
-from ._files import file_limits as file_limits
 from ._files import fsync_directory as fsync_directory
 from ._files import refuse_foreign as refuse_foreign
 from ._folder_lock import FolderLock as FolderLock
@@ -39,7 +39,7 @@ from ._json import valid_json as valid_json
 from ._json import write_json as write_json
 from ._logging import AGENT_VARIABLE as AGENT_VARIABLE
 from ._logging import GRACE_VARIABLE as GRACE_VARIABLE
-from ._logging import LOST as LOST
+from ._logging import LOST_RANK as LOST_RANK
 from ._logging import MACHINES_VARIABLE as MACHINES_VARIABLE
 from ._logging import above_bars as above_bars
 from ._logging import close_run_logger as close_run_logger
@@ -47,16 +47,16 @@ from ._logging import deprecate_parameter as deprecate_parameter
 from ._logging import deprecated as deprecated
 from ._logging import dump_stacks as dump_stacks
 from ._logging import dump_stacks_after as dump_stacks_after
-from ._logging import first_to_say as first_to_say
 from ._logging import get_logger as get_logger
 from ._logging import get_rank as get_rank
 from ._logging import get_run_logger as get_run_logger
+from ._logging import is_first_to_print as is_first_to_print
 from ._logging import log_once as log_once
 from ._logging import log_rank_zero as log_rank_zero
 from ._logging import logged_once as logged_once
 from ._logging import note_in_run_log as note_in_run_log
 from ._logging import run_log_path as run_log_path
-from ._logging import was_said as was_said
+from ._logging import was_error_printed as was_error_printed
 from ._packages import hide_import_warnings
 from ._packages import require as require
 from ._packages import torch_version_ge as torch_version_ge

@@ -98,11 +98,11 @@ def convert_os_errors(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def file_limits() -> Iterator[None]:
+def explain_file_limits() -> Iterator[None]:
     """Context manager that raises :class:`UserError` instead of ``OSError`` if too many files are open.
 
     Example:
-        >>> with torchtune.utils.file_limits():
+        >>> with torchtune.utils.explain_file_limits():
         ...     (folder / "new").touch()
     """
     try:

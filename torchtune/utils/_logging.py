@@ -27,7 +27,7 @@ _LOGGED_ONCE: dict[str, None] = {}
 # Folder of log files in a run's output folder.
 _LOG_DIR = "logs"
 # Printed once per machine, for any number of ranks.
-LOST = "another rank is lost"
+LOST_RANK = "another rank is lost"
 # Environment variable with the process id of `tune run`, for the workers started by torchrun.
 AGENT_VARIABLE = "TORCHTUNE_AGENT_PID"
 # Environment variable with the number of machines of `tune run`, or a range.
@@ -281,7 +281,7 @@ def note_in_run_log(text: str) -> None:
         _run_log.handle(_error_record(text))
 
 
-def first_to_say(text: str, *, shared: bool = False) -> bool:
+def is_first_to_print(text: str, *, shared: bool = False) -> bool:
     """Return True for the first of this machine's torchrun workers that calls this function with ``text``.
 
     The workers share torchrun's folder of error files. Without torchrun, the result is True, or if ``shared`` (all
@@ -299,7 +299,7 @@ def first_to_say(text: str, *, shared: bool = False) -> bool:
     return True
 
 
-def was_said() -> bool:
+def was_error_printed() -> bool:
     """Return whether a torchrun worker on this machine has already printed its error."""
     folder = _error_folder()
     return folder is not None and any(folder.glob(f"{_MARKER_PREFIX}*"))

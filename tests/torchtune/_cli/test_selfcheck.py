@@ -17,6 +17,7 @@ DIVISION = "loss = self.compute_loss(batch) / (step.num_terms or 1)"
 SAVE = "        self.checkpointer.save(\n"
 BATCHES = "                for batch in step.batches:\n"
 STATE = "            self.checkpointer.resume(self.resume_point, self.model, state)\n"
+OPEN = "        self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)\n"
 # Faults of copied recipes: old text -> new text.
 FAULTS = {
     "gradients summed over micro-batches": {"scale(loss).backward()": "scale(loss * len(step.batches)).backward()"},
@@ -24,6 +25,7 @@ FAULTS = {
         DIVISION: "loss = self.compute_loss(batch) / batch.num_labels / len(step.batches)"
     },
     "optimizer without its state": {STATE: f"{STATE}            self.optimizer.state.clear()\n"},
+    "resume that begins anew": {OPEN: f"{OPEN}        self.resume_point = None\n"},
     "a term beside the loss": {
         "            return total\n": "            return total + 0.01 * hidden.square().mean() * batch.num_labels\n"
     },
@@ -128,6 +130,12 @@ def test_attention_between_packed_documents_is_found(shared, tmp_path):
 def test_resume_that_loses_state_is_found(shared, tmp_path):
     with pytest.raises(UserError, match=r"the losses are \[.*\] instead of|has other bits"):
         checks(shared, tmp_path, "optimizer without its state").resume()
+
+
+def test_resume_that_begins_anew_is_found(shared, tmp_path):
+    """Its losses are those of the uninterrupted run, because it is trained from the same seed."""
+    with pytest.raises(UserError, match="with resume_from_checkpoint=True, the run began at step 1 instead of 3"):
+        checks(shared, tmp_path, "resume that begins anew").resume()
 
 
 class HalfLoss(LinearCrossEntropyLoss):

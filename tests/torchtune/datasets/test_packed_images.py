@@ -163,7 +163,7 @@ FILES = {
     "bomb.png": (claimed(60_000, 60_000), "it has more pixels than Pillow decodes: reduce it"),
     "empty.png": (b"", "it is of no kind that is read"),
     "none.png": (None, "there is no such file"),
-    "https://there.org/a.png": (None, "is of the web, where nothing is fetched from: download it"),
+    "https://there.org/a.png": (None, "is an address of the web, from which nothing is fetched: download it"),
 }
 
 

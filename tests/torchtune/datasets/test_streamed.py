@@ -221,7 +221,7 @@ def test_error_while_streaming_names_file_and_line(tmp_path):
     with pytest.raises(DataError, match="has shrunk while the run reads it, from 92 to 69 bytes"):
         shrinking[2]
     (tmp_path / "rows.jsonl").unlink()
-    with pytest.raises(DataError, match="cannot be read on"):
+    with pytest.raises(DataError, match="can no longer be read"):
         shrinking[2]
 
 

@@ -57,6 +57,14 @@ def test_reward_functions_score_an_answer(reward, text, expected):
     assert reward([ORDER], [text]) == pytest.approx([expected])
 
 
+def test_json_fields_tell_booleans_from_numbers_at_any_depth():
+    row = {"answer": {"flags": [True, {"on": 1}], "count": 1}}
+    reward = rewards.JSONFields()
+    assert reward([row], ['{"flags": [true, {"on": 1.0}], "count": 1}']) == [1.0]
+    assert reward([row], ['{"flags": [1, {"on": 1}], "count": 1}']) == [0.5]
+    assert reward([row], ['{"flags": [true, {"on": true}], "count": true}']) == [0.0]
+
+
 def test_rewards_add_up_with_their_weights_and_none_drops_an_answer():
     def sometimes(rows, texts):
         rows[0].clear()  # the others see what is in the data

@@ -31,7 +31,7 @@ def until(condition, ranks):
     while not condition():
         assert time.monotonic() < deadline
         for lifelines in ranks:
-            lifelines.look()
+            lifelines.poll()
         time.sleep(0.001)
 
 
@@ -67,7 +67,7 @@ def test_fork_of_a_rank_does_not_hide_its_end(ring):
 
 def test_living_ranks_are_not_lost(ring):
     for lifelines in ring:
-        lifelines.look()
+        lifelines.poll()
     assert [lifelines.cut_ranks for lifelines in ring] == [set(), set(), set()]
 
 
@@ -80,7 +80,7 @@ def test_connection_without_the_token_is_closed():
         with socket.create_connection((host, port)) as stranger:
             stranger.sendall(words)
         time.sleep(0.01)
-        lifelines.look()
+        lifelines.poll()
     with socket.create_connection((host, port)) as neighbor:
         neighbor.sendall(bytes.fromhex(token))
         until(lambda: lifelines._lines, [lifelines])
@@ -97,6 +97,6 @@ def test_rank_that_cannot_be_reached_is_not_lost():
     lifelines = Lifelines(0, 2, "test", "127.0.0.1")
     lifelines.open(store)
     lifelines.connect(store)
-    lifelines.look()
+    lifelines.poll()
     assert not lifelines.cut_ranks
     lifelines.close(has_finished=False)

@@ -617,10 +617,10 @@ class LowPrecisionOptimizer(Optimizer):
                 state.get(_MASTER, shard.detach()).copy_(value)
             elif key.endswith(_CODES_SUFFIX):
                 stored = self._stored_state(parameter, key.removesuffix(_CODES_SUFFIX))
-                _copy_row(stored.codes.view(torch.uint8), value)
+                _copy_stacked_row(stored.codes.view(torch.uint8), value)
             elif key.endswith(_SCALE_SUFFIX):
                 stored = self._stored_state(parameter, key.removesuffix(_SCALE_SUFFIX))
-                _copy_row(stored.scale, value)
+                _copy_stacked_row(stored.scale, value)
             elif not isinstance(value, Tensor):
                 state[key] = value
             else:
@@ -711,7 +711,7 @@ def _plain_tensors(parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, 
     return plain
 
 
-def _copy_row(stored: Tensor, row: Tensor) -> None:
+def _copy_stacked_row(stored: Tensor, row: Tensor) -> None:
     """Copy this rank's row of stacked codes or scales, which may be padded to the longest row."""
     flat_row = row.reshape(-1)  # [1, ..., 1, max_length] -> [max_length]
     stored.copy_(flat_row[: stored.numel()])

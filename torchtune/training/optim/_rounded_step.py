@@ -354,9 +354,13 @@ class CompiledWhenItPays:
             tensor.copy_(tensor)
 
     def _compile(self, *args: Any) -> None:
-        """Compile the function, call it once, and decide whether to use it from now on."""
+        """Compile the function, call it once, and decide whether to use it from now on; called once, when it pays.
+
+        Only a CPU has uncompiled steps before, with which the compiled ones must agree: other devices compile at once.
+        """
         self._is_decided = True
-        on_cpu = computes_on_cpu(args[1].device)
+        parameter = args[1]  # behind a number or a function of Python
+        on_cpu = computes_on_cpu(parameter.device)
         if on_cpu and not has_cpp_compiler():
             self._function(*args)
             return
@@ -373,7 +377,7 @@ class CompiledWhenItPays:
         compiled = torch.compile(self._function, dynamic=True, fullgraph=True, options=options)
         try:
             with one_compiler_thread():
-                compiled(*map(_without_base, args))
+                compiled(*map(_without_base, args))  # views would be recompiled for every shape of their base
         except compiler_errors() as error:
             self._log_failure(error)
             self._function(*args)

@@ -150,7 +150,7 @@ def test_an_image_that_cannot_be_read_is_named(tmp_path):
         load_image("data:image/png;base64,***")
     for address in ("http://127.0.0.1:1/a.png", "https://127.0.0.1:1/a.png"):
         for value, decode in product((address, {"path": address}), (False, True)):
-            with pytest.raises(DataError, match=f"the image {address} is of the web, .*: download it"):
+            with pytest.raises(DataError, match=f"the image {address} is an address of the web, .*: download it"):
                 check_image(value, decode)
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "link.png").symlink_to("/dev/zero")
