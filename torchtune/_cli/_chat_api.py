@@ -638,13 +638,13 @@ class _Handler(BaseHTTPRequestHandler):
         choice = {"index": answer.index, "message": answer.message, "finish_reason": answer.end}
         return {**choice, "logprobs": answer.take_log_probs()}
 
-    def _stream(self, answers: list[_Answer], about: dict[str, Any], with_usage: bool) -> None:
+    def _stream(self, answers: list[_Answer], envelope: dict[str, Any], with_usage: bool) -> None:
         """Send server-sent events until the connection is closed."""
         self.close_connection = True
-        about["object"] = "chat.completion.chunk"
+        envelope["object"] = "chat.completion.chunk"
 
         def write(choices: list[dict[str, Any]], **more: Any) -> None:
-            self.wfile.write(f"data: {json.dumps({**about, 'choices': choices, **more})}\n\n".encode())
+            self.wfile.write(f"data: {json.dumps({**envelope, 'choices': choices, **more})}\n\n".encode())
 
         def send(answer: _Answer, delta: dict[str, Any], end: str | None = None) -> None:
             log_probs = None
@@ -670,7 +670,7 @@ class _Handler(BaseHTTPRequestHandler):
                     text = next(pieces, None)
                     if text is None:
                         streams.remove((answer, pieces))
-                        answer.job.is_cancelled = True
+                        answer.job.is_cancelled = True  # after a stop text, the batch would go on
                         self._send_end(answer, send)
                     elif text:
                         send(answer, {"content": text})

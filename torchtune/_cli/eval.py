@@ -19,6 +19,8 @@ from torchtune._cli.subcommand import (
 )
 from torchtune.utils import UserError, valid_json, write_json
 
+_RERANK_FIRST = 100  # texts of a query that a reranker sorts by default
+
 
 class Eval(Subcommand):
     """Subcommand that evaluates a model on rows of a file and on tasks of lm-eval."""
@@ -65,7 +67,12 @@ class Eval(Subcommand):
         add("--tasks", metavar="NAME,NAME", help="tasks of lm-eval (extra eval); tune_facts needs no download")
         add("--retrieval", type=Path, metavar="FILE", help="queries, corpus and relevant texts: ndcg, mrr and recall")
         add("--reranker", metavar="FOLDER", help="reranker that orders the first texts of --retrieval anew")
-        add("--rerank-first", type=int, metavar="K", help="number of texts of a query for --reranker (default: 100)")
+        add(
+            "--rerank-first",
+            type=int,
+            metavar="K",
+            help=f"number of texts of a query for --reranker (default: {_RERANK_FIRST})",
+        )
         add(
             "--pooling",
             choices=("last", "mean"),
@@ -403,6 +410,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     node, max_seq_len, name = _labeled_data(args)
     reports = []
     for folder, adapter in args.models:
+        # Passages are read whole, without caches: processes share the parameters rather than the layers.
         model, tokenizer = _load(args, folder, adapter, shards="parameters")
         tokenizer.max_seq_len = max_seq_len or tokenizer.max_seq_len
         dataset = torchtune.datasets.instantiate_dataset(node, tokenizer, model.max_seq_len)
@@ -485,14 +493,15 @@ def eval_retrieval(args: argparse.Namespace) -> None:
     reranker = None
     if args.reranker is not None:
         folder = find_checkpoint(args.reranker)
-        judge, judge_tokenizer = _load(args, folder, adapter=None, shards="parameters")
-        reranker = torchtune.evaluation.Reranker.of(folder, judge, judge_tokenizer)
-    first = args.rerank_first or 100
+        reranker_model, reranker_tokenizer = _load(args, folder, adapter=None, shards="parameters")
+        reranker = torchtune.evaluation.Reranker.of(folder, reranker_model, reranker_tokenizer)
+    first = args.rerank_first or _RERANK_FIRST
     entries = []
     for folder, adapter in args.models:
         settings = torchtune.evaluation.EmbeddingSettings.of(adapter or folder)
         if args.pooling:
             settings = dataclasses.replace(settings, pooling=args.pooling)
+        # Passages are read whole, without caches: processes share the parameters rather than the layers.
         model, tokenizer = _load(args, folder, adapter, shards="parameters")
         label = _label(folder, adapter)
         entry = {"model": label, **dataclasses.asdict(settings)}

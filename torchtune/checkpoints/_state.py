@@ -190,11 +190,20 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
 
 
 def _shard_to_write(state_tensor: _StateTensor, parameter: torch.Tensor | None, ranks: Ranks, turn: int) -> LocalShard:
-    """Return this rank's shard of a tensor, and complete the tensor's node."""
+    """Return this rank's shard of a tensor, and complete the tensor's node.
+
+    Args:
+        state_tensor: the tensor, with the node of the JSON that stands for it.
+        parameter: parameter of which it is a state; None for other tensors.
+        ranks: all ranks.
+        turn: number of the tensor; ranks take turns as the writer of tensors that all of them have.
+    """
     if parameter is None:
-        tensor = state_tensor.tensor.clone()  # may change any time
+        tensor = state_tensor.tensor.clone()  # the run may change it while the save writes
     else:
-        tensor = reduce_partial(state_tensor.tensor)  # changes at the optimizer's next step
+        tensor = reduce_partial(
+            state_tensor.tensor
+        )  # not cloned: only the next step changes it, and waits until it is copied
     if parameter is None or tensor.nbytes <= _SMALL:
         turn = 0
     shard = LocalShard.of(tensor, ranks, turn, parameter)
@@ -205,7 +214,7 @@ def _shard_to_write(state_tensor: _StateTensor, parameter: torch.Tensor | None, 
         # One row per shard of the parameter: only a run with the same shards can load it.
         node["shards"] = list(ShardGrid.of(parameter).sizes)
     if shard.data.shape == shard.spec.shape:
-        node["rank"] = turn % ranks.size  # the only file that holds the tensor
+        node["rank"] = turn % ranks.size  # whose file is read first
     return shard
 
 

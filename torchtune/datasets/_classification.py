@@ -12,7 +12,7 @@ import numpy as np
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, kind_of, truncate, warn_of_row_weight
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_formats import KINDS, LABELED_TEXTS
+from torchtune.datasets._row_formats import CONVERSATION_FORMATS, LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
@@ -295,8 +295,8 @@ class ClassificationDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(LabeledSamples(transform, transform.limit, has_notes=True), ["rows"]),
-            {
+            Tokenize(LabeledSamples(transform, transform.limit, has_notes=True), ["rows"]),  # the notes are the labels
+            depends_on={
                 "dataset": type(self),
                 "tokenizer": tokenizer,
                 "column": column,
@@ -304,15 +304,15 @@ class ClassificationDataset(TokenizedDataset):
                 "add_eos": add_eos,
                 "limit": transform.limit,
             },
-            formats=(LABELED_TEXTS, *KINDS.values()),
+            formats=(LABELED_TEXTS, *CONVERSATION_FORMATS.values()),
         )
         self.values: list[LabelValue] = list(rows.notes)
         super().__init__(row_source, rows, limit=transform.limit)
         self.has_own_names = labels is not None
         self.task = self._make_task(labels, problem_type)
         try:
-            self.targets = sorted(set(self._row_targets(self.task)))
-            self.set_targets(self.task, self.targets)
+            targets = sorted(set(self._row_targets(self.task)))
+            self.set_targets(self.task, targets)
         except DataError as error:
             raise DataError(f"{self.source}, {error}: add it to labels, or correct the row.") from error
 

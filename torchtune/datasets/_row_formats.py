@@ -22,7 +22,7 @@ STYLES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "sharegpt": ("from", ShareGPTToMessages, "conversations"),
 }
 # Name of a conversation format -> what a report calls it.
-KINDS = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}
+CONVERSATION_FORMATS = {"openai": "OpenAI messages", "sharegpt": "ShareGPT"}
 # Beginning of a list of mappings as JSON text.
 _LIST_OF_MAPPINGS = re.compile(r"\s*\[\s*\{")
 # Pairs of columns that hold a question and its answer.
@@ -80,7 +80,7 @@ def column_map(**columns: str) -> Settings:
 def chat_format(column: str, style: str) -> RowFormat:
     """Return the format of rows with a conversation in a column, in the format ``openai`` or ``sharegpt``."""
     settings = (("conversation_column", column), ("conversation_style", style))
-    return RowFormat(KINDS[style], "chat_dataset", settings)
+    return RowFormat(CONVERSATION_FORMATS[style], "chat_dataset", settings)
 
 
 def styles_of(value: Any) -> list[str]:

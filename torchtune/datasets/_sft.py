@@ -29,7 +29,7 @@ from torchtune.data import (
 from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_cache import is_preparing
-from torchtune.datasets._row_formats import KINDS, STYLES, conversations_of, formats_of
+from torchtune.datasets._row_formats import CONVERSATION_FORMATS, STYLES, conversations_of, formats_of
 from torchtune.datasets._row_images import (
     arrays_of,
     check_images,
@@ -466,8 +466,8 @@ class ConversationToMessages(Transform):
     def formats(self) -> tuple[str, ...]:
         """Formats of rows that are read, see :func:`formats_of`."""
         if self.conversation_style is None:
-            return tuple(KINDS.values())
-        return (KINDS[self.conversation_style],)
+            return tuple(CONVERSATION_FORMATS.values())
+        return (CONVERSATION_FORMATS[self.conversation_style],)
 
     def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"messages": [...]}``, and what else the transform of the format returns."""

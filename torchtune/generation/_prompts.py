@@ -93,21 +93,22 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
         value = parse_json(line)
     except UserError as error:
         raise GenerationError(f'{location}: {error}; correct the line, and write texts in quotes, "…".') from error
-    # A line with a text or messages alone has no columns.
-    columns: list[str] = []
+    # A line with a text or messages alone has no column.
+    column: str | None = None
     row: Mapping[str, Any] = {}
     content = value
     if isinstance(value, Mapping):
-        columns = [name for name in ("prompt", "messages") if name in value]
-        if len(columns) != 1:
+        prompt_columns = [name for name in ("prompt", "messages") if name in value]
+        if len(prompt_columns) != 1:
             raise GenerationError(f"{location}: the object needs either prompt or messages, it has {', '.join(value)}.")
-        (column,) = columns
-        row = unfold_prompt(value, column)
+        column = prompt_columns[0]
+        row = unfold_prompt(value, column)  # a request of OpenAI's may be the value of prompt
         content = row[column]
     try:
-        if columns == ["messages"] and isinstance(content, str) and content.lstrip().startswith("["):
+        if column == "messages" and isinstance(content, str) and content.lstrip().startswith("["):
             content = turns_of_column(content, "messages")  # JSON text, as in tables
-        conversation = read_conversation(row, with_images(content, images_of_columns(row)), columns=columns)
+        turns = with_images(content, images_of_columns(row))
+        conversation = read_conversation(row, turns, columns=[] if column is None else [column])
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
     messages = prompt_turns(conversation.messages, system, location)

@@ -139,7 +139,7 @@ def component_builders(
 
     Args:
         module: ``__name__`` of the module that exports the builders; they become its attributes.
-        name: name of the first function.
+        name: name of the plain builder; the one with adapters is ``lora_<name>``.
         title: name of the family in docstrings.
         spec: the model family.
         describe: makes the description from the arguments of the builder.

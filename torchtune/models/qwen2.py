@@ -73,7 +73,7 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
 
     Args:
         module: ``__name__`` of the module that exports them.
-        name: name of the first function.
+        name: name of the plain builder; the one with adapters is ``lora_<name>``.
         title: name of the family in docstrings.
         spec: the model family.
         qk_norm: value of ``Description.qk_norm`` if queries and keys have norms.
@@ -84,7 +84,15 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
         title,
         spec,
         partial(_describe, qk_norm=qk_norm),
-        ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
+        required=(
+            "vocab_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "embed_dim",
+            "intermediate_dim",
+            "max_seq_len",
+        ),
         head_dim=None,
         attn_dropout=0.0,
         norm_eps=1e-5,

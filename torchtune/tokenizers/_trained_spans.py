@@ -848,7 +848,7 @@ class LayoutCache:
         around_ends = list(accumulate(map(len, pieces)))[::2]  # end of each piece of the layout in the text
 
         def position_in_layout(position: int) -> _Position | None:
-            num_texts = bisect_left(around_ends, position)
+            num_texts = bisect_left(around_ends, position)  # the end of a piece still belongs to it
             offset = position - (around_ends[num_texts] - len(around[num_texts]))
             if offset < 0:  # inside a placeholder
                 return None

@@ -50,14 +50,14 @@ class _DeltaChunks(Chunks):
         return batch_size, key_heads, value_heads // key_heads, key_dim, value_dim
 
     def read(self, states: Tensor, out: Tensor, *, starts_empty: bool) -> None:
-        """See the base class."""
+        """See the base class, also for the letters of shapes; an empty state is multiplied like any other."""
         # Matrices [n, n_k, r, c, c] have no names here and below, so that each is freed once it is used.
         solution = self._inverse((self.k @ self.k.mT) * self.decay) * self.beta.mT  # [n, n_k, r, c, c]
         written = solution @ self.v  # [n, n_k, r, c, h_v], without the part of S
         state_weights = solution @ (self.k * self.since_state)  # [n, n_k, r, c, h_k]
         keys_until_end = self.k * self.until_end
         decays = self._decays_of_states()
-        written_of_chunks = self._by_chunk(written)
+        written_of_chunks = self._by_chunk(written)  # views: the loop changes `written`
         weights_of_chunks = self._by_chunk(state_weights)
         keys_of_chunks = self._by_chunk(keys_until_end)
         for index in range(self.num_chunks):

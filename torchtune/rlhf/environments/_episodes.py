@@ -411,7 +411,7 @@ class Environments:
         result = self._wait(conversation, task)
         if conversation.end is not None:
             return False
-        replies, is_done = result
+        replies, is_done = result  # a task without a result has ended the episode
         if is_done:
             conversation.end = "completed"
             return False
@@ -422,7 +422,8 @@ class Environments:
         # The bridge renders the tokens between two turns, for the tools of this kind of environment.
         bridge = conversation.kind.bridge
         context = bridge.context(conversation.start, conversation.history)
-        # The template may now omit reasoning of earlier turns, which the sampled tokens have.
+        # The template may now omit reasoning of earlier turns, which the sampled tokens have. It omits none without a
+        # context.
         if context is not None and context[: len(conversation.tokens)] != conversation.tokens:
             self._limit_or_end(conversation, context)
             if conversation.end is None:
