@@ -314,6 +314,11 @@ class _DataSettings:
         row = facts.example
         row_format = self._format_for_recipe(facts.format, row)
         if not row_format.builder and not self._dataset_overrides:
+            if facts.defect:
+                raise UserError(
+                    f"data={self._name}: no dataset reads its rows: {facts.defect}: correct the rows, or name columns "
+                    "that hold texts."
+                )
             columns = ", ".join(row)
             if self._path.suffix.lower() in (".csv", ".tsv"):
                 columns += " (those of a table are in its first line)"
@@ -323,7 +328,7 @@ class _DataSettings:
                 "dataset.column=... for plain text."
             )
         source = str(self._path) if self._path.exists() else self._name
-        node = dataset_node(source, row_format, self._dataset_overrides)
+        node = dataset_node(source, row_format, self._dataset_overrides, facts.defect)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
         self._check_method(row_format.kind, builder)
         columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
@@ -624,7 +629,7 @@ class _DataSettings:
         )
 
 
-def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]) -> dict[str, Any]:
+def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str], defect: str = "") -> dict[str, Any]:
     """Return a dataset node that reads the file.
 
     Args:
@@ -632,6 +637,7 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
         row_format: format of its rows.
         overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
             chooses another builder.
+        defect: why no dataset reads the rows, if that is so.
 
     Raises:
         UserError: no builder is known for the rows and the settings.
@@ -641,6 +647,10 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
     component = changes.get("_component_")
     if component is None:
         builder = _builder_of(row_format.builder, changes)
+        if not builder and defect:
+            raise UserError(
+                f"{path}: no dataset reads its rows: {defect}: correct the rows, or name columns that hold texts."
+            )
         if not builder:
             raise UserError(
                 f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "

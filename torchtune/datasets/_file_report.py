@@ -111,6 +111,14 @@ class FileFacts:
         """First row of the format of the most rows; None without rows."""
         return self.examples[self.main_format] if self.examples else None
 
+    @property
+    def defect(self) -> str:
+        """Why no dataset reads the rows, as of the first of them; empty if one of them can be read."""
+        if not self.defects or len(self.defects) < self.read:
+            return ""
+        number, reason = self.defects[0]
+        return f"row {number}: {reason}"
+
 
 def _rank(row_format: RowFormat) -> int:
     """Return how much a format says of a row: nothing, that it is a text, or more."""
@@ -523,7 +531,11 @@ def report(facts: FileFacts) -> list[str]:
     if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
-    if is_unknown:
+    if facts.defect:
+        lines.append(
+            f"            no dataset reads them: {facts.defect}: correct the rows, or name columns that hold texts"
+        )
+    elif is_unknown:
         lines.append(f"            {_ADVICE}")
     if RowFormat(LABELED_TEXTS, "classification_dataset") in facts.formats:
         lines.append(

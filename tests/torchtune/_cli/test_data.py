@@ -309,6 +309,14 @@ def test_bad_row_is_named_and_is_no_second_format(tmp_path, tune):
         assert "name those that are read" not in out
 
 
+def test_values_that_no_dataset_reads_are_named(tokenizer, tmp_path, tune):
+    path = write(tmp_path / "rows.jsonl", {"input": "red", "output": 5})
+    reason = "no dataset reads them: row 1: column 'output' holds int, not a text: correct the rows"
+    assert reason in tune("data", "show", path).out
+    error = tune("data", "show", path, "--tokenizer", tokenizer).err
+    assert "no dataset reads its rows: row 1: column 'output' holds int, not a text" in error
+
+
 def test_folders_and_compressed_files_are_shown_as_runs_read_them(tokenizer, tmp_path, tune):
     import gzip
 

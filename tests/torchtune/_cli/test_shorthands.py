@@ -324,6 +324,23 @@ def test_unknown_columns_are_named(expand):
     assert dataset_of(overrides)["_component_"] == "torchtune.datasets.instruct_dataset"
 
 
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input": "why", "output": 5}, "column 'output' holds int, not a text"),
+        ({"question": "why", "answer": None}, "column 'answer' holds nothing, not a text"),
+        ({"messages": []}, "column 'messages' holds a conversation without turns"),
+        ({"a": 1, "b": 2}, "none of the columns a, b holds a text or turns"),
+    ],
+)
+def test_values_that_no_dataset_reads_are_named(expand, row, reason):
+    for overrides in ([], ["dataset.on_bad_row=skip"]):
+        with pytest.raises(UserError, match=f"no dataset reads its rows: row 1: {reason}"):
+            expand("any_lora", [row, row], *overrides)
+    with pytest.raises(UserError, match="name those that are read"):  # the second row has other names alone
+        expand("any_lora", [{"asked": None}, {"asked": "why", "said": "cat"}])
+
+
 def test_reward_compares_with_the_column_of_the_answers(expand):
     assert "rewards.0.column=output" in expand("any_grpo", [{"input": "one and two", "output": "3"}])
     with pytest.raises(UserError, match=r"compares answers with column 'answer', which the rows lack"):
