@@ -371,7 +371,9 @@ def _check(trained: Trained, args: argparse.Namespace, export_folder: Path, asid
     try:
         check = check_files(trained, args.to, args.quant, export_folder, aside, args.device)
     except EvaluationError as error:
-        raise FailedCheck(str(error)) from error
+        # The temporary folder is removed with the files, so its path says nothing.
+        reason = str(error).replace(str(export_folder), "the written files").rstrip(".")
+        raise FailedCheck(f"{reason}; --no-check writes them without this check.") from error
     if args.check and check.measured is None:
         raise UserError(f"--check: the files cannot be checked, because {check.reason}.")
     return check

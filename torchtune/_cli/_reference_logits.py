@@ -44,7 +44,7 @@ def read_elsewhere(
 
     Returns:
         Name and version of the library, logits of each prompt ``[s, v]``, and the names of tensors that are unknown to
-        the library, are missing, or have another shape.
+        the library or are missing.
 
     Raises:
         EvaluationError: the library raises an error.
@@ -182,17 +182,34 @@ def tokenize_elsewhere(
 
 
 def _read_with_transformers(transformers: Any, folder: Path | str) -> tuple[Any, list[str]]:
-    """Return the model, and the tensors that are unknown to the library, missing, or of another shape."""
+    """Return the model, and the tensors that are unknown to the library or missing.
+
+    Raises:
+        EvaluationError: tensors have other shapes than the library expects.
+    """
     gguf = next(Path(folder).glob("*.gguf"), None)
-    options = {} if gguf is None else {"gguf_file": gguf.name}
+    options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf.name}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     class_name = "AutoModelForCausalLM"
     if config.architectures:  # a classifier, or another head
         class_name = config.architectures[0]
     model_class = getattr(transformers, class_name)
-    model, report = model_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
-    mismatched = [name for name, *_ in report["mismatched_keys"]]
-    return model, [*report["unexpected_keys"], *report["missing_keys"], *mismatched]
+    # Otherwise, transformers raises an error without the names, which it logs.
+    options.update(ignore_mismatched_sizes=True, output_loading_info=True)
+    model, report = model_class.from_pretrained(folder, dtype=torch.float32, **options)
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        name, shape, expected_shape = mismatched[0]
+        omitted = f", and so for {len(mismatched) - 1} more tensors" if len(mismatched) > 1 else ""
+        hint = ""
+        if gguf is not None:
+            hint = (
+                " (its reader of GGUF does not take over every size; llama-cpp-python is asked where it is installed)"
+            )
+        raise EvaluationError(
+            f"it expects the shape {list(expected_shape)} of '{name}', which has {list(shape)}{omitted}{hint}"
+        )
+    return model, [*report["unexpected_keys"], *report["missing_keys"]]
 
 
 def _read_with_peft(peft: Any, folder: Path) -> tuple[Any, list[str]]:

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from torchtune._recipe_registry import current_name, recipe_of
 from torchtune.utils import UserError, cache_root, read_json
 
 if TYPE_CHECKING:
-    from torchtune.datasets import RowFormat
+    from torchtune.datasets import FileFacts, RowFormat
 
 # Shorthand of a model -> section whose checkpoint it names.
 _MODELS = {"model": "model", "teacher": "teacher_model"}
@@ -311,9 +310,15 @@ class _DataSettings:
 
     def overrides(self) -> list[str]:
         """Return the overrides that set the dataset, and what the rows ask of other sections."""
-        row_format, row = self._format_and_row()
-        row_format = self._format_for_recipe(row_format, row)
+        facts = self._read_rows()
+        row = facts.example
+        row_format = self._format_for_recipe(facts.format, row)
         if not row_format.builder and not self._dataset_overrides:
+            if facts.defect:
+                raise UserError(
+                    f"data={self._name}: no dataset reads its rows: {facts.defect}: correct the rows, or name columns "
+                    "that hold texts."
+                )
             columns = ", ".join(row)
             if self._path.suffix.lower() in (".csv", ".tsv"):
                 columns += " (those of a table are in its first line)"
@@ -323,7 +328,7 @@ class _DataSettings:
                 "dataset.column=... for plain text."
             )
         source = str(self._path) if self._path.exists() else self._name
-        node = dataset_node(source, row_format, self._dataset_overrides)
+        node = dataset_node(source, row_format, self._dataset_overrides, facts.defect)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
         self._check_method(row_format.kind, builder)
         columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
@@ -345,39 +350,27 @@ class _DataSettings:
             settings += self._classifier_settings(node)
         return settings + self._reward_settings(row, node)
 
-    def _format_and_row(self) -> tuple["RowFormat", Mapping[str, Any]]:
-        """Return the format of the rows, and the first row."""
-        from torchtune.datasets import SAMPLE, scan
+    def _read_rows(self) -> "FileFacts":
+        """Return the facts about the first rows: they have one format, and one reading.
 
-        is_local = self._path.exists()
-        if is_local:
+        Bad rows of the format are left to the dataset, which refuses or skips them.
+        """
+        from torchtune.datasets import SAMPLE, scan, scan_rows
+
+        if self._path.exists():
             facts = scan(self._path, everything=False, split=self._split(), at_most=SAMPLE)
-            if not facts.formats:
-                line, reason = facts.problems[0]
-                raise UserError(f"data={self._name}: no row can be used: line {line}: {reason}.")
-            formats = facts.formats
-            firsts = facts.firsts
-            row = facts.example
-            row_format = facts.format
         else:
-            from torchtune.datasets import format_of
-
-            rows = self._hub_rows()
-            formats = Counter()
-            firsts = {}  # number of the first row of each format
-            for number, hub_row in enumerate(rows, 1):
-                hub_format = format_of(hub_row)
-                formats[hub_format] += 1
-                firsts.setdefault(hub_format, number)
-            row = rows[0]
-            row_format, _ = formats.most_common(1)[0]
+            facts = scan_rows(self._name, self._hub_rows())
+        if not facts.formats:
+            line, reason = facts.problems[0]
+            raise UserError(f"data={self._name}: no row can be used: line {line}: {reason}.")
         # Without settings, the chat dataset reads conversations of all formats.
-        reads_all_formats = row_format.builder == "chat_dataset" and not row_format.settings
+        reads_all_formats = facts.format.builder == "chat_dataset" and not facts.format.settings
         if not reads_all_formats:
-            most_frequent_first = [counted_format for counted_format, _ in formats.most_common()]
-            self._refuse_several_formats(most_frequent_first, firsts)
-        self._refuse_several_readings(row_format, row)
-        return row_format, row
+            most_frequent_first = [counted_format for counted_format, _ in facts.formats.most_common()]
+            self._refuse_several_formats(most_frequent_first, facts.firsts)
+        self._refuse_several_readings(facts.format, facts.example)
+        return facts
 
     def _split(self) -> str:
         """Return the split that is read: of the command line, or ``train``."""
@@ -636,7 +629,7 @@ class _DataSettings:
         )
 
 
-def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]) -> dict[str, Any]:
+def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str], defect: str = "") -> dict[str, Any]:
     """Return a dataset node that reads the file.
 
     Args:
@@ -644,6 +637,7 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
         row_format: format of its rows.
         overrides: settings of the dataset; ``_component_``, or a setting that the format's builder does not have,
             chooses another builder.
+        defect: why no dataset reads the rows, if that is so.
 
     Raises:
         UserError: no builder is known for the rows and the settings.
@@ -653,6 +647,10 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
     component = changes.get("_component_")
     if component is None:
         builder = _builder_of(row_format.builder, changes)
+        if not builder and defect:
+            raise UserError(
+                f"{path}: no dataset reads its rows: {defect}: correct the rows, or name columns that hold texts."
+            )
         if not builder:
             raise UserError(
                 f"{path}: no dataset reads rows of these columns: name them, for example with column_map.input=... "

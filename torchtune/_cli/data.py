@@ -104,7 +104,7 @@ class DataShow(Subcommand):
         from torchtune import config
         from torchtune._cli._data_show import show_dataset
 
-        node = dataset_node(path, facts.format, [*overrides.file, *overrides.dataset])
+        node = dataset_node(path, facts.format, [*overrides.file, *overrides.dataset], facts.defect)
         loader = "torchtune.tokenizers.hf_tokenizer"
         if ".multimodal." in node["_component_"]:
             loader = "torchtune.models.image_text_transform"

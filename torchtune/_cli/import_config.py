@@ -527,13 +527,10 @@ def _most_frequent_format(path: Path) -> "RowFormat | None":
 
     if not path.is_file():
         return None
-    formats = scan(path, everything=False).formats.most_common(1)
-    if not formats:
+    facts = scan(path, everything=False)
+    if not facts.formats or not facts.main_format.builder:
         return None
-    row_format, _ = formats[0]
-    if not row_format.builder:
-        return None
-    return row_format
+    return facts.main_format
 
 
 def _parameters_of(node: Mapping[str, Any]) -> set[str]:

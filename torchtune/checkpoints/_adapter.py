@@ -380,6 +380,7 @@ def _read_adapter(
         for name, tensor in tensors.items():
             yield rename_prefix(name, renamed_modules), tensor
         return
+    _refuse_embedding_adapter(tensors, file)
     # An adapter of a model of text and images has the text decoder's names behind a prefix.
     prefixes = _text_decoder_prefixes(spec, tensors)
     tensors = {rename_prefix(name, prefixes): tensor for name, tensor in tensors.items()}
@@ -410,6 +411,16 @@ def _read_adapter(
         yield from weight_map.to_tune(adapter.items(), description, partial=True)
     except (WeightMapError, ModelError) as error:
         raise CheckpointError(f"{file}: {str(error).rstrip('.')}: it is an adapter of another model.") from error
+
+
+def _refuse_embedding_adapter(names: Iterable[str], file: Path) -> None:
+    """Raise ``CheckpointError`` if an adapter file has a LoRA adapter of an embedding, which ``peft`` names so."""
+    for name in names:
+        if ".lora_embedding_" in name:
+            raise CheckpointError(
+                f"{file}: it holds '{name}', and LoRA on an embedding is not supported: merge the adapter into its "
+                "base with peft and start from the merged model."
+            )
 
 
 def _check_tying(weights: ModelWeights, tensors: Collection[str], settings: Mapping[str, Any], file: Path) -> None:
@@ -613,6 +624,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     file = folder / ADAPTER_FILE
     settings = read_settings(folder / ADAPTER_CONFIG_FILE)
     all_names = open_weight_files([file]).names()
+    _refuse_embedding_adapter(all_names, file)
     names = [name for name in all_names if ".lora_A." in name]
     spec, description = spec_and_description(model)
     prefixes = _text_decoder_prefixes(spec, names)

@@ -14,7 +14,17 @@ from ._classification import ClassificationDataset as ClassificationDataset
 from ._classification import ClassificationTask as ClassificationTask
 from ._classification import classification_dataset as classification_dataset
 from ._file_formats import is_data_file, numbered_lines, parse_json
-from ._file_report import CHECKED_SETTINGS, SAMPLE, histogram, read_rows, report, scan, shared_rows
+from ._file_report import (
+    CHECKED_SETTINGS,
+    SAMPLE,
+    FileFacts,
+    histogram,
+    read_rows,
+    report,
+    scan,
+    scan_rows,
+    shared_rows,
+)
 from ._fingerprint import Fingerprint
 from ._from_config import dataset_nodes as dataset_nodes
 from ._from_config import instantiate_collate as instantiate_collate

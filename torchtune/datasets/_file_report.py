@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,16 @@ from torchtune.datasets._file_formats import (
     settings_of,
     suffix_of,
 )
-from torchtune.datasets._row_formats import LABELED_TEXTS, STYLES, UNKNOWN, RowFormat, format_of, is_class_label
+from torchtune.datasets._row_formats import (
+    LABELED_TEXTS,
+    RAW_TEXT,
+    STYLES,
+    UNKNOWN,
+    RowFormat,
+    defect_of,
+    format_of,
+    is_class_label,
+)
 from torchtune.utils import UserError
 
 SAMPLE = 2000  # rows that are inspected by default
@@ -37,6 +46,8 @@ _ADVICE = (
     "name those that are read: column_map.input=... column_map.output=... (an instruction and its answer), "
     "column=... (plain text) or conversation_column=... (messages)"
 )
+# Settings of a format that are not the name of a column.
+_OTHER_SETTINGS = {"conversation_style", "image_tag", "masking_strategy"}
 # Conversations of several formats: a chat dataset finds the format in each row.
 _CONVERSATIONS = RowFormat("conversations", "chat_dataset")
 # A row, as JSON, that has tools or calls them.
@@ -52,6 +63,8 @@ class FileFacts:
         read: number of inspected rows.
         formats: format -> number of rows.
         firsts: format -> number of the first such row.
+        examples: format -> the first such row.
+        defects: (line or row, reason) of rows without a format whose values no dataset reads.
         columns: names of all columns of a row -> number of rows.
         calls: number of rows with tools or tool calls.
         empty: numbers of the rows with an answer that says nothing.
@@ -66,6 +79,8 @@ class FileFacts:
     read: int = 0
     formats: Counter[RowFormat] = field(default_factory=Counter)
     firsts: dict[RowFormat, int] = field(default_factory=dict)
+    examples: dict[RowFormat, Mapping[str, Any]] = field(default_factory=dict)
+    defects: list[tuple[int, str]] = field(default_factory=list)
     columns: Counter[str] = field(default_factory=Counter)
     calls: int = 0
     empty: list[int] = field(default_factory=list)
@@ -73,7 +88,6 @@ class FileFacts:
     copies: list[tuple[int, int]] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
     hashes: dict[int, int] = field(default_factory=dict)
-    example: Any = None
 
     @property
     def format(self) -> RowFormat:
@@ -81,7 +95,38 @@ class FileFacts:
         builders = {row_format.builder for row_format in self.formats}
         if len(self.formats) > 1 and builders == {"chat_dataset"}:
             return _CONVERSATIONS
-        return self.formats.most_common(1)[0][0]
+        return self.main_format
+
+    @property
+    def main_format(self) -> RowFormat:
+        """Format of the most rows that are not defective; conversations of several formats are counted separately."""
+        counts = self.formats.copy()
+        if UNKNOWN in counts:
+            counts[UNKNOWN] -= len(self.defects)
+        # Of as many rows, a format that says most counts: any column with a text alone is a raw text.
+        return max(counts, key=lambda row_format: (counts[row_format], _rank(row_format)))
+
+    @property
+    def example(self) -> Any:
+        """First row of the format of the most rows; None without rows."""
+        return self.examples[self.main_format] if self.examples else None
+
+    @property
+    def defect(self) -> str:
+        """Why no dataset reads the rows, as of the first of them; empty if one of them can be read."""
+        if not self.defects or len(self.defects) < self.read:
+            return ""
+        number, reason = self.defects[0]
+        return f"row {number}: {reason}"
+
+
+def _rank(row_format: RowFormat) -> int:
+    """Return how much a format says of a row: nothing, that it is a text, or more."""
+    if row_format == UNKNOWN:
+        return 0
+    if row_format.kind == RAW_TEXT:
+        return 1
+    return 2
 
 
 # Settings of a dataset on which it depends whether a conversation can be trained on.
@@ -268,7 +313,36 @@ def scan(
     if path.is_file() and path.stat().st_size == 0:
         raise UserError(f"{path}: the file is empty.")
     facts = FileFacts(str(path))
-    for number, row in islice(numbered_rows(path, settings or {}, split), at_most):
+    rows = islice(numbered_rows(path, settings or {}, split), at_most)
+    _read_rows(facts, rows, everything=everything, chosen=chosen or {})
+    if not facts.rows:
+        raise UserError(f"{path}: there are no rows in it.")
+    if len(facts.formats) > 1:
+        # The rows are read again, because only now their format is known.
+        rows = islice(numbered_rows(path, settings or {}, split), at_most)
+        inspected = rows if everything else islice(rows, SAMPLE)
+        _separate_bad_rows(facts, inspected)
+    return facts
+
+
+def scan_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> FileFacts:
+    """Inspect rows that are in memory, as :func:`scan` does those of a file.
+
+    Args:
+        name: name of their source.
+        rows: the rows, all of which are inspected.
+    """
+    facts = FileFacts(name)
+    _read_rows(facts, enumerate(rows, 1), everything=True, chosen={})
+    _separate_bad_rows(facts, enumerate(rows, 1))
+    return facts
+
+
+def _read_rows(
+    facts: FileFacts, rows: Iterable[tuple[int, Any]], *, everything: bool, chosen: Mapping[str, Any]
+) -> None:
+    """Add the facts about (number, row) to those of a file; see :func:`scan`."""
+    for number, row in rows:
         facts.rows += 1
         try:
             columns = parsed(row)
@@ -283,10 +357,73 @@ def scan(
         if first != number:
             facts.copies.append((number, first))
         if everything or facts.rows <= SAMPLE:
-            _inspect(facts, number, columns, row_format, chosen or {})
-    if not facts.rows:
-        raise UserError(f"{path}: there are no rows in it.")
-    return facts
+            _inspect(facts, number, columns, row_format, chosen)
+
+
+def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> None:
+    """Count bad rows of the file's format among its problems, and not as rows of a second format.
+
+    Args:
+        facts: facts about all rows.
+        rows: (number, row) of the inspected rows.
+    """
+    if len(facts.formats) < 2:
+        return
+    main_format = facts.main_format
+    if main_format == UNKNOWN:
+        return
+    formats: Counter[RowFormat] = Counter()
+    firsts: dict[RowFormat, int] = {}
+    bad_rows = {}
+    for number, row in rows:
+        try:
+            columns = parsed(row)
+        except DataError:  # among the problems already
+            continue
+        if not isinstance(columns, Mapping):
+            continue
+        row_format = format_of(columns)
+        reason = None
+        if row_format.builder != main_format.builder:
+            reason = _reason_for_bad_row(columns, row_format, main_format, facts.examples[main_format])
+        if reason is None:
+            formats[row_format] += 1
+            firsts.setdefault(row_format, number)
+        else:
+            bad_rows[number] = reason
+    facts.formats = formats
+    facts.firsts = firsts
+    facts.defects = []
+    problems = [(number, reason) for number, reason in facts.problems if number not in bad_rows]
+    facts.problems = sorted([*problems, *bad_rows.items()])
+
+
+def _reason_for_bad_row(
+    row: Mapping[str, Any], row_format: RowFormat, main_format: RowFormat, example: Mapping[str, Any]
+) -> str | None:
+    """Return why a row is a bad one of the file's format; None if it is one of another format.
+
+    Args:
+        row: the row.
+        row_format: its format by itself.
+        main_format: format of the file.
+        example: a row of that format.
+    """
+    if row_format == UNKNOWN:
+        return defect_of(row)
+    # A row with the same columns lacks a value: by itself, {"messages": "x"} is a raw text.
+    columns = {column for name, column in main_format.settings if name not in _OTHER_SETTINGS}
+    if not columns <= row.keys() or not row.keys() <= example.keys():
+        return None
+    if columns:
+        reason = _problem(row, main_format, {})
+        if reason is not None:
+            return reason
+    if row.keys() == example.keys():
+        for name, value in row.items():
+            if value is None and example[name] is not None:
+                return f"column '{name}' holds nothing"
+    return None
 
 
 # Columns that a builder reads beside those that its settings name.
@@ -327,14 +464,17 @@ def _inspect(
     facts.read += 1
     facts.formats[row_format] += 1
     facts.firsts.setdefault(row_format, number)
-    facts.columns[", ".join(row)] += 1
+    facts.examples.setdefault(row_format, row)
+    if row_format == UNKNOWN:
+        defect = defect_of(row)
+        if defect is not None:
+            facts.defects.append((number, defect))
+    facts.columns[", ".join(row) or "none"] += 1
     facts.characters.append(_count_characters(row))
     if _CALLS.search(json.dumps(row, default=str)):
         facts.calls += 1
     if _has_empty_answer(row, row_format):
         facts.empty.append(number)
-    if facts.example is None:
-        facts.example = row
     problem = _problem(row, row_format, chosen)
     if problem:
         facts.problems.append((number, problem))
@@ -391,7 +531,11 @@ def report(facts: FileFacts) -> list[str]:
     if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
-    if is_unknown:
+    if facts.defect:
+        lines.append(
+            f"            no dataset reads them: {facts.defect}: correct the rows, or name columns that hold texts"
+        )
+    elif is_unknown:
         lines.append(f"            {_ADVICE}")
     if RowFormat(LABELED_TEXTS, "classification_dataset") in facts.formats:
         lines.append(

@@ -12,8 +12,11 @@ from torchtune.data import (
     InputOutputToMessages,
     OpenAIToMessages,
     ShareGPTToMessages,
+    as_messages,
+    kind_of,
     parse_json_text,
     role_of,
+    turns_of_column,
 )
 
 # Name of a conversation format -> turn field that only this format has, its transform, and its column's name.
@@ -133,6 +136,30 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
         or _text_format(row)
     )
     return row_format or UNKNOWN
+
+
+def defect_of(row: Mapping[str, Any]) -> str | None:
+    """Return why no dataset reads a row of the format ``UNKNOWN``; None if only the names of its columns are unknown.
+
+    A row is defective if it has the columns of a usual format with other values in them, or neither text nor turns.
+    """
+    if not row:
+        return "the row has no columns"
+    for _, _, name in STYLES.values():
+        if name in row:
+            try:
+                as_messages(turns_of_column(row[name], name))
+            except DataError as error:
+                return str(error)
+    for columns in (*_QUESTION_COLUMNS, ("text",)):
+        if not all(name in row for name in columns):
+            continue
+        for name in columns:
+            if not isinstance(row[name], str):
+                return f"column '{name}' holds {kind_of(row[name])}, not a text"
+    if not any(isinstance(value, str | list | Mapping) for value in row.values()):
+        return f"none of the columns {', '.join(row)} holds a text or turns"
+    return None
 
 
 def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:

@@ -294,6 +294,29 @@ def test_file_without_usable_rows_is_refused(tmp_path, tune):
     assert tune("data", "show", write(path, '{"messages": [', {"messages": TURNS})).code == 0
 
 
+def test_bad_row_is_named_and_is_no_second_format(tmp_path, tune):
+    path = tmp_path / "rows.jsonl"
+    for bad, reason in (
+        ({"messages": []}, "column 'messages' holds a conversation without turns"),
+        ({"messages": "x"}, "column 'messages' holds str, not a list of turns"),
+        ({}, "the row has no columns"),
+        ({"id": 3}, "none of the columns id holds a text or turns"),
+    ):
+        out = tune("data", "show", write(path, bad, {"messages": TURNS})).out
+        assert f"{path}:1: {reason}" in out
+        assert rows_of(out, "format").startswith("OpenAI messages, 1 rows: ")
+        assert "split the file" not in out
+        assert "name those that are read" not in out
+
+
+def test_values_that_no_dataset_reads_are_named(tokenizer, tmp_path, tune):
+    path = write(tmp_path / "rows.jsonl", {"input": "red", "output": 5})
+    reason = "no dataset reads them: row 1: column 'output' holds int, not a text: correct the rows"
+    assert reason in tune("data", "show", path).out
+    error = tune("data", "show", path, "--tokenizer", tokenizer).err
+    assert "no dataset reads its rows: row 1: column 'output' holds int, not a text" in error
+
+
 def test_folders_and_compressed_files_are_shown_as_runs_read_them(tokenizer, tmp_path, tune):
     import gzip
 

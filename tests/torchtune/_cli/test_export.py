@@ -271,6 +271,19 @@ def test_fault_of_a_quantized_model_fails_the_check(runs, tmp_path, tune, monkey
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(find_spec("llama_cpp") is not None, reason="llama.cpp reads the file")
+def test_sizes_that_transformers_does_not_take_from_a_gguf_file_are_named(tmp_path, tune):
+    write_folder(tmp_path / "model", "qwen3", head_dim=16, intermediate_size=64)
+    command = ["export", str(tmp_path / "model"), "--to", "gguf", "--quant", "q8_0", "--output", str(tmp_path / "out")]
+    done = tune(*command)
+    assert done.code == 3
+    assert "cannot read the written files: it expects the shape [" in done.err
+    assert "self_attn.k_norm.weight', which has [16], and so for " in done.err
+    assert "--no-check writes them without this check" in done.err
+    assert not (tmp_path / "out").exists()
+    assert tune(*command, "--no-check").code == 0
+
+
 def test_nan_logits_fail_the_check(runs, tmp_path, tune):
     train(runs / "base", tmp_path / "run")
     file = tmp_path / "run" / "adapter_model.safetensors"

@@ -249,6 +249,52 @@ def test_rows_of_two_formats_are_refused_with_both(expand):
         expand("any_lora", rows)
 
 
+BAD_CHATS = [
+    {"messages": []},
+    {"messages": None},
+    {"messages": "x"},
+    {"messages": [], "id": "a", "source": "b"},
+    {},
+    {"id": 3},
+]
+
+
+@pytest.mark.parametrize("bad", BAD_CHATS)
+@pytest.mark.parametrize("first", [True, False])
+def test_bad_row_is_no_second_format(expand, bad, first):
+    rows = [{"messages": TURNS}, {"messages": TURNS}]
+    rows.insert(0 if first else 2, bad)
+    node = dataset_of(expand("any_lora", rows, "dataset.on_bad_row=skip"))
+    assert (node["conversation_column"], node["on_bad_row"]) == ("messages", "skip")
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "builder"),
+    [
+        ({"prompt": "why", "completion": "cat"}, {"prompt": "why", "completion": None}, "instruct_dataset"),
+        ({"input": "why", "output": "cat"}, {"input": "why", "output": 5}, "instruct_dataset"),
+        ({"text": "cat"}, {"text": None}, "text_completion_dataset"),
+    ],
+)
+def test_row_that_lacks_a_value_is_no_second_format(expand, good, bad, builder):
+    node = dataset_of(expand("any_lora", [good, good, bad]))
+    assert node["_component_"].endswith(f".{builder}")
+
+
+def test_row_of_another_format_is_refused_though_bad_rows_are_skipped(expand):
+    others = [{"text": "a cat"}, {"asked": "why", "said": "cat"}, {"prompt": "why", "chosen": "a", "rejected": "b"}]
+    for other in others:
+        with pytest.raises(UserError, match=r"from row 1 and .* from row 3: split the file"):
+            expand("any_lora", [{"messages": TURNS}, {"messages": TURNS}, other], "dataset.on_bad_row=skip")
+
+
+def test_bad_row_of_the_hub_is_no_second_format(expand, monkeypatch):
+    rows = [{"messages": []}, {"messages": TURNS}]
+    monkeypatch.setattr("torchtune.datasets.load_rows", lambda name, **_: iter(rows))
+    overrides = expand_shorthands(find_config("any_lora"), ["data=owner/chats"])
+    assert dataset_of(overrides)["conversation_column"] == "messages"
+
+
 def test_conversations_of_two_formats_have_one_reader(expand):
     rows = [{"messages": TURNS}, {"conversations": SHAREGPT}]
     assert dataset_of(expand("any_lora", rows)) == {"_component_": "torchtune.datasets.chat_dataset"}
@@ -276,6 +322,23 @@ def test_unknown_columns_are_named(expand):
         expand("any_lora", [{"asked": "why", "said": "the cat"}])
     overrides = expand("any_lora", None, "dataset.column_map.input=asked", "dataset.column_map.output=said")
     assert dataset_of(overrides)["_component_"] == "torchtune.datasets.instruct_dataset"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input": "why", "output": 5}, "column 'output' holds int, not a text"),
+        ({"question": "why", "answer": None}, "column 'answer' holds nothing, not a text"),
+        ({"messages": []}, "column 'messages' holds a conversation without turns"),
+        ({"a": 1, "b": 2}, "none of the columns a, b holds a text or turns"),
+    ],
+)
+def test_values_that_no_dataset_reads_are_named(expand, row, reason):
+    for overrides in ([], ["dataset.on_bad_row=skip"]):
+        with pytest.raises(UserError, match=f"no dataset reads its rows: row 1: {reason}"):
+            expand("any_lora", [row, row], *overrides)
+    with pytest.raises(UserError, match="name those that are read"):  # the second row has other names alone
+        expand("any_lora", [{"asked": None}, {"asked": "why", "said": "cat"}])
 
 
 def test_reward_compares_with_the_column_of_the_answers(expand):

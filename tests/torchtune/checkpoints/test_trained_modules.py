@@ -223,6 +223,18 @@ def test_modules_are_trained_beside_adapters_of_a_quantized_base(tmp_path):
     assert torch.equal(logits(again), expected)
 
 
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["q_proj", "embed_tokens"]])
+def test_adapter_of_an_embedding_is_refused(modules, tmp_path):
+    base = write_folder(tmp_path / "base")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules=modules)
+    get_peft_model(hf_model("llama"), settings).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    reason = r"'base_model\.model\.model\.embed_tokens\.lora_embedding_A', and LoRA on an embedding is not supported"
+    with pytest.raises(CheckpointError, match=reason):
+        torchtune.load(base, adapter=tmp_path / "adapter", device="cpu")
+    with pytest.raises(CheckpointError, match=reason):
+        load(base, lora(), adapter_checkpoint=tmp_path / "adapter")
+
+
 def test_adapters_that_do_not_fit_the_trained_modules_are_refused(tmp_path):
     source = write_folder(tmp_path / "in")
     checkpointer, model = started(source, lora("output"))
