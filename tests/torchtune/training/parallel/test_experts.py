@@ -49,7 +49,8 @@ def start(folder, kind, dims, output):
     store.load_model(model, device=own_device())
     randomize_adapter(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return store, model.train(), torch.optim.AdamW(trained, lr=1e-3)
+    # With the default eps, rounding would decide on the steps of weights whose gradients are next to zero.
+    return store, model.train(), torch.optim.AdamW(trained, lr=1e-3, eps=1e-5)
 
 
 def step(model, optimizer, dims, number):
