@@ -7,7 +7,7 @@ dependency of the tests.
 import pytest
 import torch
 
-from tests.devices import DEVICE
+from tests.devices import DEVICE, random_state
 from torchtune.data import BatchLoader, DataError, collate_documents, collate_embedding
 from torchtune.models import Description, build
 from torchtune.modules import pooled_embeddings
@@ -181,11 +181,6 @@ def with_dropout():
 
 def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def random_state():
-    """Of the generator that drops values."""
-    return torch.get_rng_state() if DEVICE == "cpu" else torch.get_device_module(DEVICE).get_rng_state()
 
 
 def test_second_pass_drops_what_the_first_has_dropped():
