@@ -40,6 +40,11 @@ def own_device() -> torch.device:
     return get_device(DEVICE)
 
 
+def random_state() -> torch.Tensor:
+    """The state of the device's generator, from which random numbers that have no generator of their own come."""
+    return torch.get_rng_state() if DEVICE == "cpu" else torch.get_device_module(DEVICE).get_rng_state()
+
+
 def _is_made_for_a_test(maker: FrameType) -> bool:
     """Whether a tensor is made by a test of a computing room, or by a module that such a test builds."""
     frame: FrameType | None = maker

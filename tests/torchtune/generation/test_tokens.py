@@ -95,14 +95,16 @@ def test_samples_of_a_prompt_follow_its_distribution(model):
 def test_prompts_go_through_once_and_ended_rows_leave(model):
     shapes = []
     model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
-    steps = list(stream_tokens(model, PROMPTS, max_new_tokens=15, num_samples=4, stop_tokens=[7, 11, 2, 3]))
+    stop_tokens = [7, 11, 2, 3]
+    options = {"num_samples": 4, "stop_tokens": stop_tokens, "tokens_per_check": 1}  # as the default of a CPU
+    steps = list(stream_tokens(model, PROMPTS, max_new_tokens=15, **options))
     assert shapes[0] == (1, sum(map(len, PROMPTS)))
     assert shapes[1:] == [(len(step.rows), 1) for step in steps[1:]]
     assert len(steps[-1].rows) < 12
     ended = []
     for step in steps:
         for row, token in zip(step.rows.tolist(), step.tokens.tolist(), strict=True):
-            if token in (7, 11, 2, 3):
+            if token in stop_tokens:
                 ended.append(row)
     assert len(ended) == len(set(ended))
 

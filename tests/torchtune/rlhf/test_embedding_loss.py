@@ -7,7 +7,7 @@ dependency of the tests.
 import pytest
 import torch
 
-from tests.devices import DEVICE
+from tests.devices import DEVICE, random_state
 from torchtune.data import BatchLoader, DataError, collate_documents, collate_embedding
 from torchtune.models import Description, build
 from torchtune.modules import pooled_embeddings
@@ -185,7 +185,7 @@ def gradients(model):
 
 def test_dropout_is_the_same_in_both_passes_of_cached_gradients():
     """With the random numbers of a loop that keeps the graph of every part."""
-    batch = collate_embedding(ROWS)
+    batch = collate_embedding(ROWS).to(DEVICE)
     loss = InfoNCELoss(temperature=0.2, texts_per_pass=4)
     model = with_dropout()
     torch.manual_seed(1)
@@ -193,7 +193,7 @@ def test_dropout_is_the_same_in_both_passes_of_cached_gradients():
     total, _ = loss.sum_and_metrics(batch, scores)
     total.backward()
     expected = gradients(model)
-    state_after = torch.get_rng_state()
+    state_after = random_state()
 
     model.zero_grad()
     torch.manual_seed(1)
@@ -201,12 +201,12 @@ def test_dropout_is_the_same_in_both_passes_of_cached_gradients():
     total_in_parts.backward()
     torch.testing.assert_close(total_in_parts, total)
     torch.testing.assert_close(gradients(model), expected)
-    assert torch.equal(torch.get_rng_state(), state_after)
+    assert torch.equal(random_state(), state_after)
 
 
 def test_parts_keep_no_graph_until_the_backward_pass():
     """The memory of a batch in parts is that of one part: no tensor of the model is saved for the backward pass."""
-    batch = collate_embedding(ROWS)
+    batch = collate_embedding(ROWS).to(DEVICE)
     model = with_dropout()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -215,7 +215,7 @@ def test_parts_keep_no_graph_until_the_backward_pass():
 
 
 def test_validation_in_parts_equals_one_pass():
-    batch = collate_embedding(ROWS)
+    batch = collate_embedding(ROWS).to(DEVICE)
     model = with_dropout().eval()
     with torch.no_grad():
         torch.testing.assert_close(

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.devices import DEVICE
 from torchtune.data import DataError, collate_documents, collate_reranking
 from torchtune.modules.loss import LossError
 from torchtune.rlhf.loss import RerankBCELoss, RerankListwiseLoss, setup_loss
@@ -15,6 +16,10 @@ TARGETS = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.5, 0.0]]
 
 def example(targets, labels=(0,)):
     return {"documents": [[1, 2]] * len(targets), "targets": list(targets), "labels": list(labels)}
+
+
+def collate(examples):
+    return collate_reranking(examples).to(DEVICE)
 
 
 def random_scores(count):
@@ -30,7 +35,7 @@ def assert_equal_with_gradient(total, expected, scores):
 
 def test_pairs_have_the_binary_cross_entropy():
     targets = [1.0, 0.0, 0.25]
-    batch = collate_reranking([example([target]) for target in targets])
+    batch = collate([example([target]) for target in targets])
     scores = random_scores(3)
     total, metrics = RerankBCELoss(positive_weight=2.0).sum_and_metrics(batch, scores)
     expected = 0.0
@@ -43,7 +48,7 @@ def test_pairs_have_the_binary_cross_entropy():
 
 @pytest.mark.parametrize("targets", ["labels", "softmax"])
 def test_lists_have_the_cross_entropy_of_the_candidates(targets):
-    batch = collate_reranking([example(labels) for labels in TARGETS])
+    batch = collate([example(labels) for labels in TARGETS])
     scores = random_scores(7)
     total, _ = RerankListwiseLoss(temperature=0.5, targets=targets).sum_and_metrics(batch, scores)
     expected = 0.0
@@ -56,7 +61,7 @@ def test_lists_have_the_cross_entropy_of_the_candidates(targets):
 
 
 def test_metrics_rank_the_best_positive_of_a_query():
-    batch = collate_reranking([example(labels) for labels in TARGETS])
+    batch = collate([example(labels) for labels in TARGETS])
     # The positive of the first query is the second; of the two of the second query, one is the first.
     scores = torch.tensor([0.5, 1.0, 0.0, 0.0, -1.0, 2.0, 1.0])
     _, metrics = RerankListwiseLoss().sum_and_metrics(batch, scores)
@@ -68,9 +73,9 @@ def test_metrics_rank_the_best_positive_of_a_query():
 def test_filler_of_a_rank_without_data_adds_nothing(loss, size):
     real = example(TARGETS[0][:size])
     scores = random_scores(2 * size)
-    batch = collate_reranking([real, example(TARGETS[0][:size], labels=[-100])])
+    batch = collate([real, example(TARGETS[0][:size], labels=[-100])])
     total, metrics = loss.sum_and_metrics(batch, scores)
-    expected, _ = loss.sum_and_metrics(collate_reranking([real]), scores[:size])
+    expected, _ = loss.sum_and_metrics(collate([real]), scores[:size])
     torch.testing.assert_close(total, expected)
     (grad,) = torch.autograd.grad(total, scores)
     assert not grad[size:].any()
@@ -81,7 +86,7 @@ class Scorer(torch.nn.Module):
     """Stands for a cross encoder: returns one score after the other."""
 
     num_labels = 1
-    device = torch.device("cpu")
+    device = torch.device(DEVICE)
 
     def __init__(self, scores):
         super().__init__()
@@ -105,18 +110,18 @@ def test_losses_equal_those_of_sentence_transformers(monkeypatch):
     queries = [["q"] * 7, [str(number) for number in range(7)]]
     flat = list(itertools.chain.from_iterable(TARGETS))
     expected = losses.BinaryCrossEntropyLoss(model)(queries, torch.tensor(flat))
-    batch = collate_reranking([example([label]) for label in flat])
+    batch = collate([example([label]) for label in flat])
     total, _ = RerankBCELoss().sum_and_metrics(batch, scores)
     assert_equal_with_gradient(total / batch.num_terms, expected, scores)
 
     lists = [["q", "r"], [["0", "1", "2"], ["3", "4", "5", "6"]]]
     expected = losses.ListNetLoss(model)(lists, [torch.tensor(labels) for labels in TARGETS])
-    batch = collate_reranking([example(labels) for labels in TARGETS])
+    batch = collate([example(labels) for labels in TARGETS])
     total, _ = RerankListwiseLoss(targets="softmax").sum_and_metrics(batch, scores)
     assert_equal_with_gradient(total / batch.num_terms, expected, scores)
 
     expected = losses.MultipleNegativesRankingLoss(model, scale=10.0, activation_fn=None)([["q"], ["0"], ["1"]], None)
-    batch = collate_reranking([example([1.0, 0.0])])
+    batch = collate([example([1.0, 0.0])])
     total, _ = RerankListwiseLoss(temperature=0.1).sum_and_metrics(batch, scores[:2])
     assert_equal_with_gradient(total, expected, scores)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.devices import random_state
 from torchtune.modules.kernels.grouped import RowGroups, repeat_by_group
 from torchtune.modules.low_precision.formats import NF4, Int8
 from torchtune.modules.low_precision.layers import QuantizedExperts
@@ -213,7 +214,7 @@ def test_dropout_has_the_same_masks_in_the_backward_pass(recomputes):
 
     loss = compute()
     (gradient,) = torch.autograd.grad(loss, weight)
-    state = torch.get_rng_state()
+    state = random_state()
     direction = torch.randn_like(weight, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         weight += 1e-3 * direction
@@ -223,7 +224,7 @@ def test_dropout_has_the_same_masks_in_the_backward_pass(recomputes):
         weight += 1e-3 * direction
     assert (above - below).item() / 2e-3 == pytest.approx((gradient * direction).sum().item(), rel=2e-2)
     compute().backward()
-    assert torch.equal(torch.get_rng_state(), state), "the backward pass leaves the random numbers as they were"
+    assert torch.equal(random_state(), state), "the backward pass leaves the random numbers as they were"
 
 
 def test_gradients_of_biases_are_summed_in_float32():

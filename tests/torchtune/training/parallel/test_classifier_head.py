@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.devices import own_device
 from tests.torchtune.checkpoints import ranks
 from tests.torchtune.checkpoints.small import close, write_folder
 from torchtune.checkpoints import FullModelHFCheckpointer
@@ -22,20 +23,21 @@ CONVERSIONS = {"full": [], "lora": [LoRA(4, 8, train_modules=["score"])]}
 
 
 def computed(folder: Path, kind: str, how: str) -> dict[str, torch.Tensor]:
-    """Logits, loss and all gradients of a batch."""
+    """Logits, loss and all gradients of a batch, on the host."""
+    device = own_device()
     with torch.device("meta"):
         model = classifier_model(3, "torchtune.models.from_hf_config", checkpoint_dir=str(folder))
         apply_conversions(model, CONVERSIONS[kind])
-    ranks.shard(model, how)
+    ranks.shard(model, how, device)
     torch.manual_seed(5)
-    FullModelHFCheckpointer(folder).load_model(model)
-    tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
-    labels = torch.full((2, 24), -100)
-    labels[:, -1] = torch.tensor([2, 0])
-    result = {"logits": model(tokens).detach()}
+    FullModelHFCheckpointer(folder).load_model(model, device=device)
+    tokens = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1)).to(device)
+    labels = torch.full((2, 24), -100, device=device)
+    labels[:, -1] = torch.tensor([2, 0], device=device)
+    result = {"logits": model(tokens).detach().cpu()}
     loss, _ = ClassificationLoss().sum_and_count(model(tokens, output="hidden"), labels, model.output)
     loss.backward()
-    result["loss"] = loss.detach()
+    result["loss"] = loss.detach().cpu()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             result[name] = ranks.whole(parameter.grad)
