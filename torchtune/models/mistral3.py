@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtune.data import DataError
 from torchtune.models._build_vision import image_text_family
+from torchtune.models._description import ImageTextDescription
 from torchtune.models._hf_config import MISTRAL
 from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_vision import ImageTextFormat
@@ -116,6 +117,12 @@ _FORMAT = ImageTextFormat(
     read_vision=_read,
     outer_unused=("image_token_id", "image_seq_length"),
 )
+
+
+def _write_features(d: ImageTextDescription) -> dict[str, Any]:  # not a lambda, because descriptions are pickled
+    return _FEATURES
+
+
 _LLAVA_FORMAT = replace(
     _FORMAT,
     architecture="LlavaForConditionalGeneration",
@@ -124,7 +131,7 @@ _LLAVA_FORMAT = replace(
     outer_fields=(("multimodal_projector_bias", "projector_bias", True),),
     fixed=_FIXED,
     read_vision=partial(_read, required=tuple(_FEATURES)),
-    write_more=lambda d: _FEATURES,
+    write_more=_write_features,
 )
 _TOWER = "vision_tower."
 _PROJECTOR = "multi_modal_projector."

@@ -86,7 +86,7 @@ def check_run(runs: Runs, cell: Cell) -> None:
         assert all(torch.equal(after, expected.after[name]) for name, after in outcome.after.items())
     elif cell.items() & ROUNDED:
         assert outcome.losses == pytest.approx(expected.losses, rel=1e-2)
-        assert alike(outcome, expected) > 0.9
+        assert alike(outcome, expected) > 0.9, alike(outcome, expected)
     else:
         assert outcome.losses == pytest.approx(
             expected.losses, rel=1e-4 if cell["optimizer"] == "MuonWithAdamW" else 1e-6
