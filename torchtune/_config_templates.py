@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtune.utils import atomic_write, cache_root, refuse_foreign
+from torchtune.utils import atomic_write, cache_root, refuse_path_of_other_user
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 TEMPLATES = RECIPES / "templates"
@@ -377,7 +377,7 @@ def config_on_demand(name: str) -> Path | None:
     teacher = _teacher_of(model) if recipe_of_method(method) == "knowledge_distillation" else None
     text = render(name, model, method, teacher)
     path = cache_root() / "configs" / f"{name}.yaml"
-    refuse_foreign(path.parent, "TORCHTUNE_CACHE")
+    refuse_path_of_other_user(path.parent, "TORCHTUNE_CACHE")
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_write(path) as file:

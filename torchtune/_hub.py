@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from torchtune.utils import UserError, explain_os_error, first_line, refuse_foreign, write_json
+from torchtune.utils import UserError, explain_os_error, first_line, refuse_path_of_other_user, write_json
 
 REPO_ID_FILE = "original_repo_id.json"
 # Duplicates of the safetensors weights in other formats.
@@ -32,7 +32,7 @@ def download(
     if token is not None and not re.fullmatch(r"[!-~]*", token):
         raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
     if output_dir is not None:
-        refuse_foreign(output_dir, "--output-dir")
+        refuse_path_of_other_user(output_dir, "--output-dir")
     try:
         # Checked first: without a network, snapshot_download accepts a partial folder.
         info = HfApi(token=token).model_info(repo_id)
@@ -189,7 +189,7 @@ def _make_own(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise explain_os_error(error, folder) from error
-    refuse_foreign(folder, "--output-dir")
+    refuse_path_of_other_user(folder, "--output-dir")
 
 
 def _first_line(error: Exception, token: str | None) -> str:

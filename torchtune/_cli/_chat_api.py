@@ -517,11 +517,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer ``/v1/models`` and ``/v1/sessions/NAME``."""
-        self._answer(self._get)
+        self._answer(self._get_or_delete)
 
     def do_DELETE(self) -> None:
         """Answer ``/v1/sessions/NAME``, and forget the session."""
-        self._answer(self._get)
+        self._answer(self._get_or_delete)
 
     def do_POST(self) -> None:
         """Answer ``/v1/chat/completions``."""
@@ -569,7 +569,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def _get(self) -> None:
+    def _get_or_delete(self) -> None:
+        """Reply with the models, or with the samples of a session, which DELETE also forgets."""
         path = unquote(self.path).rstrip("/")
         is_delete = self.command == "DELETE"
         if path == "/v1/models" and not is_delete:
@@ -578,8 +579,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, {"object": "list", "data": models})
             return
         hint = ""
-        _, prefix, name = path.partition("/v1/sessions/")
-        if prefix:
+        _, separator, name = path.partition("/v1/sessions/")
+        if separator:
             samples = self.server.sessions.samples(name, forget=is_delete)
             if samples:
                 self._reply(200, {"id": name, "samples": [asdict(sample) for sample in samples]})

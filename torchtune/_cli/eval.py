@@ -467,6 +467,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
     tasks = torchtune.evaluation.find_tasks(names, args.include_path)
     for number, (folder, adapter) in enumerate(args.models, start=1):
         output = args.output / f"{number}_{Path(adapter or folder).resolve().name}"
+        # Tensor parallel: every process has a part of each layer.
         model, tokenizer = _load(args, folder, adapter, shards="layers")
         results = torchtune.evaluation.evaluate_tasks(
             model,

@@ -129,6 +129,7 @@ class ImportedConfig:
         self.differences: dict[str, str] = {}
         self.covered: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
+        self._keys_in_file: dict[str, str] = {}  # name of a setting -> the key that decides it
         excluding = self._table.get("excluding", ())
         if excluding and all(source_settings.get(key) is True for key in excluding):
             raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
@@ -138,10 +139,12 @@ class ImportedConfig:
             self._take(key, source_settings[key])
         # Where the file says nothing, the run is that of the other library's defaults, not of ours.
         names_in_file = set(self._settings)
+        keys_in_file = self._keys_in_file.copy()
         for key, value in self._table["defaults"].items():
             name = self._table["keys"][key].split()[0]
             if name not in names_in_file:
                 self._take(key, value)
+        self._keys_in_file = keys_in_file
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
             raise UserError(
@@ -163,6 +166,8 @@ class ImportedConfig:
                 return
             try:
                 self._settings[name] = _convert(value, conversion)
+                if value is not False:
+                    self._keys_in_file[name] = key
             except (ValueError, TypeError) as error:
                 if name == "@reader":
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
@@ -217,7 +222,7 @@ class ImportedConfig:
                 data.setdefault("lr_scheduler", {})[argument] = value
         self._set_validation(data, nodes, reader, validation)
         if saves_per_epoch:
-            data["save_every_n_steps"] = _part_of_epoch(saves_per_epoch, data["epochs"])
+            data["save_every_n_steps"] = _part_of_run(saves_per_epoch, data["epochs"])
         if save_strategy == "epoch":
             data["save_every_n_steps"] = "epoch"
         elif save_strategy != "steps":
@@ -282,20 +287,23 @@ class ImportedConfig:
         strategy = settings["val_strategy"]
         interval: float | str | None = None
         if settings["vals_per_epoch"]:
-            interval = _part_of_epoch(settings["vals_per_epoch"], data["epochs"])
+            interval = _part_of_run(settings["vals_per_epoch"], data["epochs"])
         elif strategy == "steps" or (strategy is None and settings["val_interval"]):
+            # The interval of transformers is that of its logs by default.
             interval = settings["val_interval"] or data.get("log_every_n_steps", 1)
         elif strategy == "epoch" or (strategy is None and settings["validates"]):
             interval = "epoch"
         is_off = strategy in (False, "no")  # YAML 1.1 reads no as false
         if is_off:
             self.covered["eval_strategy"] = "nothing is validated"
+            self._leave_out_choices_by_validation("nothing is validated")
             return
         validation_nodes = self._validation_nodes(nodes, reader, settings, is_asked=interval is not None)
         if not validation_nodes:
             if interval is not None:
                 data["run_val_every_n_steps"] = None
                 self.left["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
+            self._leave_out_choices_by_validation("it needs validation data: set dataset_val")
             return
         data["dataset_val"] = validation_nodes if len(validation_nodes) > 1 else validation_nodes[0]
         if interval is None:
@@ -309,6 +317,13 @@ class ImportedConfig:
             data["keep_best"] = f"val_{metric}"
             if settings["best_is_greatest"]:
                 data["keep_best"] = f"max:val_{metric}"
+
+    def _leave_out_choices_by_validation(self, reason: str) -> None:
+        """Record the keys of the file that stop a run, or choose a checkpoint, by a validation that there is not."""
+        for name in ("@patience", "@keeps_best", "@best_metric"):
+            key = self._keys_in_file.get(name)
+            if key is not None:
+                self.left[key] = reason
 
     def _validation_nodes(
         self, nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any], *, is_asked: bool
@@ -538,8 +553,8 @@ def _parameters_of(node: Mapping[str, Any]) -> set[str]:
     return set(inspect.signature(config.locate(node["_component_"])).parameters)
 
 
-def _part_of_epoch(times: int, epochs: int) -> float | str:
-    """Return an interval of a run that takes place so many times per epoch."""
+def _part_of_run(times: int, epochs: int) -> float | str:
+    """Return an interval that ends so many times per epoch: ``epoch``, or a fraction of the run."""
     if times == 1:
         return "epoch"
     return 1 / (times * epochs)

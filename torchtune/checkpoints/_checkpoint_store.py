@@ -217,7 +217,7 @@ class CheckpointStore:
             # Read fingerprints now: the folder may be gone when a checkpoint records them.
             if name != POLICY:
                 _ = source.fingerprint
-            elif owned_parameters(model):
+            elif owned_parameters(model):  # such as adapters: a checkpoint names the base that they belong to
                 _ = source.base_fingerprint
         # All ranks initialize the same full tensors, of which each keeps its shard.
         with share_rng_state(self._ranks):

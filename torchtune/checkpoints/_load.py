@@ -61,7 +61,15 @@ from torchtune.modules.peft import LoRALinear
 from torchtune.modules.transformer import text_decoder
 from torchtune.tokenizers import is_tokenizer_file
 from torchtune.training.parallel import full_tensor, my_shard
-from torchtune.utils import get_logger, local_path, log_once, log_rank_zero, refuse_foreign, sign_of_life, write_json
+from torchtune.utils import (
+    get_logger,
+    local_path,
+    log_once,
+    log_rank_zero,
+    refuse_path_of_other_user,
+    sign_of_life,
+    write_json,
+)
 
 GENERATION_CONFIG = "generation_config.json"
 # Files that are not copied from the source folder: weights, and files that an export writes itself.
@@ -147,7 +155,7 @@ class ModelSource:
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is not one of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = local_path(checkpoint_dir, "checkpointer.checkpoint_dir")
-        refuse_foreign(self.checkpoint_dir, "checkpointer.checkpoint_dir")
+        refuse_path_of_other_user(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
         self.adapter_checkpoint = adapter_checkpoint
         self.model_type = None if model_type is None else ModelType[model_type]
@@ -157,6 +165,7 @@ class ModelSource:
         # Of a tokenizer inside the weight files: its files in an export, by name, and token ids for config.json.
         self._tokenizer_files: dict[str, Any] = {}
         self._token_ids: dict[str, int] = {}
+        # The opened checkpoint of a larger model, if only its text decoder is loaded; see `enclosing_checkpoint`.
         self._enclosing: TextDecoderFiles | None = None
         self._is_enclosing_opened = False
         # Of weights that stay in their files until they are written.
@@ -542,7 +551,7 @@ def _groups_to_load(
         # Some families have files with two layouts of a weight, which only its shape tells apart.
         group = group.for_shapes(shapes)
         # Conversions of names only rearrange tensors, so that they also convert shapes, on the meta device.
-        specs = group.to_external([_spec_in_files(weights, name) for name in group.tune])
+        specs = group.to_external([_spec_without_new_rows(weights, name) for name in group.tune])
         for name, shape, expected in zip(group.external, shapes, specs, strict=True):
             check_shape(files.path_of(name), name, shape, expected.shape)
         yield group, shapes
@@ -563,7 +572,7 @@ def _growth_of(weights: ModelWeights, name: str) -> VocabularyGrowth | None:
     return None
 
 
-def _spec_in_files(weights: ModelWeights, name: str) -> torch.Tensor:
+def _spec_without_new_rows(weights: ModelWeights, name: str) -> torch.Tensor:
     """Return a full weight on the meta device as files have it, without rows of new tokens."""
     growth = _growth_of(weights, name)
     spec = weights.specs[name]
@@ -669,7 +678,7 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
             continue
         parameter = weights.parameters[tie.source]
-        rows_in_files = _spec_in_files(weights, tie.source).shape[0]
+        rows_in_files = _spec_without_new_rows(weights, tie.source).shape[0]
         slices, _ = my_shard(parameter)
         rows, *columns = slices
         # The shard may end with rows of new tokens, which no file has.

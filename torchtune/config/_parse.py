@@ -44,7 +44,7 @@ from torchtune.utils import (
     is_first_to_print,
     log_once,
     note_in_run_log,
-    refuse_foreign,
+    refuse_path_of_other_user,
     was_error_printed,
 )
 
@@ -144,7 +144,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
             raise ConfigError([Mistake(document.position(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
 
-    warn_unread(document, checker.notes)
+    warn_unread(document, checker.notes)  # keys that nothing reads, tolerated as notes of the user's own
     for key in checker.notes:
         del document.data[key]
     if recipe is not None:
@@ -153,7 +153,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     settings = build_settings(cls, values)
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # save_config writes it
-        _check_quantizer(document, settings)
+        _check_quantizer(document, settings)  # by the name of the recipe
     variable_names = referenced_keys - fields.keys()  # keys that are no settings: the user's own variables
     variable_values = {key: value for key, value in document.data.items() if key in variable_names}
     keep_references(settings, document, variable_values)
@@ -193,7 +193,7 @@ def _check_paths(document: Document) -> None:
             document.add_mistake(path, "is empty: name a folder")
         if name.endswith(("dir", "path", "file")) and os.sep in value:
             try:
-                refuse_foreign(value)
+                refuse_path_of_other_user(value)
             except (ForeignPathError, ValueError) as error:  # ValueError: not a path
                 document.add_mistake(path, str(error))
 

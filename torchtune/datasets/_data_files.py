@@ -24,9 +24,9 @@ from torchtune.datasets._file_formats import (
     FileFormat,
     JsonArray,
     Line,
+    decode_row,
     format_of_file,
     packed_by,
-    parsed,
     settings_of,
     suffix_of,
     unpacking,
@@ -348,7 +348,7 @@ class FileRows:
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
         for number, line in enumerate(self.lines()):
             try:
-                yield parsed(line)
+                yield decode_row(line)
             except DataError as error:
                 raise DataError(f"{self.location(number)}: {error}; correct the line.") from error
 
@@ -370,7 +370,7 @@ class FileRows:
         kept_rows = []
         for number, line in enumerate(self.lines()):
             try:
-                row = parsed(line)
+                row = decode_row(line)
             except DataError:
                 kept_rows.append(number)
                 continue

@@ -200,7 +200,7 @@ _WITHOUT_EFFECT = {
 
 
 class Line(bytes):
-    """Undecoded record of a file; :func:`parsed` decodes it.
+    """Undecoded record of a file; :func:`decode_row` decodes it.
 
     Attributes:
         format: format of its file.
@@ -433,7 +433,7 @@ def _explain_csv_error(error: csv.Error) -> str:
     return f"it cannot be read ({message}): save the file again"
 
 
-def parsed(row: Any) -> Any:
+def decode_row(row: Any) -> Any:
     """Decode a :class:`Line` to its columns; return other rows unchanged.
 
     Raises:

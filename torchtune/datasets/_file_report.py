@@ -22,9 +22,9 @@ from torchtune.data import (
 from torchtune.datasets._file_formats import (
     LOADERS,
     Line,
+    decode_row,
     format_of_file,
     numbered_records,
-    parsed,
     settings_of,
     suffix_of,
 )
@@ -247,12 +247,12 @@ def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train")
 
 def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[Any]:
     """Yield the rows that a dataset would load; images stay encoded, and lines of files undecoded."""
-    from torchtune.datasets._data_files import unparsed
+    from torchtune.datasets._data_files import undecoded
     from torchtune.datasets._row_source import load_rows, without_added_nulls
 
     rows = load_rows(str(path), split=split, **settings)
     if not hasattr(rows, "with_format"):
-        yield from unparsed(rows)
+        yield from undecoded(rows)
         return
     for batch in rows.with_format("arrow").iter(1000):
         yield from map(without_added_nulls, batch.to_pylist())
@@ -341,11 +341,14 @@ def scan_rows(name: str, rows: Sequence[Mapping[str, Any]]) -> FileFacts:
 def _read_rows(
     facts: FileFacts, rows: Iterable[tuple[int, Any]], *, everything: bool, chosen: Mapping[str, Any]
 ) -> None:
-    """Add the facts about (number, row) to those of a file; see :func:`scan`."""
+    """Add the facts about (number, row) to those of a file; see :func:`scan`.
+
+    ``chosen`` are the settings of the dataset by which rows are judged.
+    """
     for number, row in rows:
         facts.rows += 1
         try:
-            columns = parsed(row)
+            columns = decode_row(row)
             if not isinstance(columns, Mapping):
                 raise DataError(f"a row must be a mapping column -> value, not {type(columns).__name__}")
             row_format = format_of(columns)
@@ -377,7 +380,7 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
     bad_rows = {}
     for number, row in rows:
         try:
-            columns = parsed(row)
+            columns = decode_row(row)
         except DataError:  # among the problems already
             continue
         if not isinstance(columns, Mapping):

@@ -36,7 +36,8 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
         image_tokens: int64 ``[rows]``, number of tokens of images.
 
     Returns:
-        rows of each pack, for the minimum number of packs that hold all rows; packs without images are empty.
+        rows with images of each pack, for at least as many packs as all tokens fill; rows without images are left to
+        the caller.
     """
     num_packs = math.ceil(int(lengths.sum()) / capacity)
     packs: list[list[int]] = [[] for _ in range(num_packs)]

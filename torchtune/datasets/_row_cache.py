@@ -29,7 +29,7 @@ from torchtune.utils import (
     convert_os_errors,
     get_logger,
     read_json,
-    refuse_foreign,
+    refuse_path_of_other_user,
     write_json,
 )
 
@@ -63,7 +63,7 @@ def cache_folder() -> Path:
         ForeignPathError: a link or a folder above it belongs to another user.
     """
     folder = cache_path()
-    refuse_foreign(folder, "TORCHTUNE_CACHE")
+    refuse_path_of_other_user(folder, "TORCHTUNE_CACHE")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -158,7 +158,7 @@ def cached_rows(
 
 def _output_folder(folder: Path) -> Path:
     """Return the output folder of a preparation, and create it if it is missing."""
-    refuse_foreign(folder, "--output")
+    refuse_path_of_other_user(folder, "--output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

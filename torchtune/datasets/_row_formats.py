@@ -120,7 +120,7 @@ def format_of(row: Mapping[str, Any]) -> RowFormat:
     for name, value in row.items():
         styles_of_column = styles_of(value)
         if styles_of_column:
-            styles[name] = styles_of_column[0]
+            styles[name] = styles_of_column[0]  # turns that have the keys of both are read as OpenAI messages
     # From special columns to common ones: a pair of answers also has a prompt, a labeled chat also is a chat, and a
     # text is in most rows.
     row_format = (

@@ -21,7 +21,7 @@ from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._data_files import location_of
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_source import TableRows, without_added_nulls
-from torchtune.datasets._tokenized import Tokenize
+from torchtune.datasets._tokenized import Tokenize, arrays_of
 from torchtune.tokenizers import tool_options
 
 
@@ -186,11 +186,3 @@ def row_error(error: DataError, source: str, row: int, rows: Any, skips: bool) -
     if not skips:
         advice += ", or leave such rows out with on_bad_row=skip"
     return DataError(f"{position}: {str(error).rstrip('.')}; {advice}.")
-
-
-def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
-    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
-    if as_arrays is None:
-        return transform(sample)
-    return as_arrays(transform, sample)

@@ -31,7 +31,6 @@ from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_cache import is_preparing
 from torchtune.datasets._row_formats import CONVERSATION_FORMATS, STYLES, conversations_of, formats_of
 from torchtune.datasets._row_images import (
-    arrays_of,
     check_images,
     check_rows,
     encoded,
@@ -41,7 +40,14 @@ from torchtune.datasets._row_images import (
 )
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenized import LabeledSamples, Tokenize, TokenizedDataset, prepare_rows, shifted_labels
+from torchtune.datasets._tokenized import (
+    LabeledSamples,
+    Tokenize,
+    TokenizedDataset,
+    arrays_of,
+    prepare_rows,
+    shifted_labels,
+)
 from torchtune.tokenizers import ModelTokenizer, check_tokenizer, tool_options
 
 

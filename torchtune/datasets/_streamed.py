@@ -18,7 +18,7 @@ import pyarrow as pa
 from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
 from torchtune.datasets._data_files import local_files, matching, plain_files, refuse_shrunk, resolve_source
-from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, packed_by, parsed, unpacking
+from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, decode_row, packed_by, unpacking
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
 from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
     def columns(self) -> Mapping[str, Any]:
         """Return column -> value; raise :class:`DataError`, without the line's place, if the line is broken."""
-        return parsed(self.content)
+        return decode_row(self.content)
 
     @property
     def location(self) -> str:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._data_files import undecoded
-from torchtune.datasets._file_formats import Line, parsed
+from torchtune.datasets._file_formats import Line, decode_row
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cached_rows
@@ -51,6 +51,14 @@ def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | n
     if isinstance(tokens, array):
         return labels
     return labels.tolist()
+
+
+def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
+    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
+    if as_arrays is None:
+        return transform(sample)
+    return as_arrays(transform, sample)
 
 
 def has_label(sample: Mapping[str, Any]) -> bool:
@@ -207,7 +215,7 @@ class Tokenize:
 def _columns(row: Any) -> Mapping[str, Any]:
     """Return a row's columns; raise :class:`DataError` if it is no mapping or has text that cannot be encoded."""
     if isinstance(row, Line):
-        return parsed(row)
+        return decode_row(row)
     if not isinstance(row, Mapping):
         raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
     try:
@@ -346,7 +354,7 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     hidden = None  # show the bar only on a terminal
     if os.environ.get("GROUP_RANK", "0") != "0":  # another machine shows it
         hidden = True
-    if not numbers and not writer.sums:  # a shard without rows still is one
+    if not numbers and not writer.sums:  # no batch yet: a shard without rows has one, too
         writer.write(*tokenize(numbers.start, []))
     with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
         for tokenized in in_parts(rows, tokenize, numbers.start + done, numbers.stop):

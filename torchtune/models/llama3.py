@@ -106,7 +106,7 @@ if TYPE_CHECKING:
 def base_llama_tp_plan(
     model: nn.Module, *, inference: bool = False, enable_fp8_training: bool = False
 ) -> dict[str, "ParallelStyle"]:
-    """Make the tensor-parallel plan of Llama, which models use by default.
+    """Make the tensor-parallel plan of a decoder without architecture-specific modules, such as Llama.
 
     Args:
         model: a :class:`torchtune.modules.TransformerDecoder`.

@@ -1,4 +1,4 @@
-"""Building blocks of models: layers, losses, adapters and tokenizers."""
+"""Building blocks of models: layers, losses, adapters and attention kernels."""
 
 from torchtune._lazy import former_names
 from torchtune.modules.attention import (

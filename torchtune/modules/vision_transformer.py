@@ -93,7 +93,7 @@ class Tiles:
             ratios=ratios,
         )
 
-    def pad(self, x: Tensor) -> Tensor:
+    def pad_and_sort(self, x: Tensor) -> Tensor:
         """Pad and sort patches ``[b * images * tiles, n, d]``: ``[b * images, max_num_tiles, n, d]``.
 
         Padding tiles are zero.
@@ -265,7 +265,12 @@ class VisionTransformer(nn.Module):
         return features, [tiles.unpad(hidden) for hidden in hidden_states]
 
     def encode(self, images: Tensor, aspect_ratio: Tensor | None = None) -> tuple[Tensor, list[Tensor], Tiles]:
-        """Encode images without removing the padding: returns sequences, hidden states and their layout."""
+        """Encode images without removing the padding or restoring the order.
+
+        Returns:
+            Sequences ``[n, s, d]`` of the n images, sorted by their numbers of tokens; hidden states of the same shape;
+            and their layout, whose ``unpad`` undoes both.
+        """
         if images.dim() != 6:
             raise ValueError(f"images have the shape {list(images.shape)}: give [b, images, tiles, c, h, w].")
         batch_size, images_per_row, num_tiles = images.shape[:3]
@@ -282,10 +287,10 @@ class VisionTransformer(nn.Module):
         if self.max_num_tiles is None:
             tiles = Tiles.of(images, aspect_ratio, num_tiles, tokens_per_tile)
         else:
-            # Checkpoints were trained with max_num_tiles tiles per image, and positions padded to a multiple of 8.
+            # Checkpoints were trained with max_num_tiles tiles per image, and sequences padded to a multiple of 8.
             tiles = Tiles.of(images, aspect_ratio, self.max_num_tiles, tokens_per_tile, multiple=8)
 
-        x = tiles.pad(patches)  # [n, max_num_tiles, patches, d] of n images
+        x = tiles.pad_and_sort(patches)  # [n, max_num_tiles, patches, d] of n images
         if self.pre_tile_pos_embed is not None:
             x = self.pre_tile_pos_embed(x, tiles.ratios)
         x = self.cls_token_embedding(x)  # [n, max_num_tiles, tokens, d]

@@ -206,7 +206,8 @@ class RunControl:
         # All ranks send equally many numbers, also those whose loader is at its end.
         counts = next_counts
         if counts is None:
-            counts = [0, 0, 0.0]
+            counts = [0, 0, 0.0]  # tokens, labels, terms
+        # The norm, the loss, and then pairs of a sum and a count: `read` and `exchange.message` rely on this order.
         values = [norm_of_main, *step_metrics.sums_and_counts()]
         requests = [step_metrics.has_new_names, *self._local_requests()]
 
@@ -237,7 +238,7 @@ class RunControl:
             norm, loss, *sums = values
             metrics = {"loss": loss, **means_of(names, sums + new_sums)}
             step_metrics.record(step, metrics)
-            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # bad on another rank
+            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # another rank sent the flag for its own
                 metrics["grad_norm"] = math.nan
             elif grad_norm is not None:
                 metrics["grad_norm"] = norm

@@ -288,7 +288,7 @@ class TurnFinder:
     @cached_property
     def _marked_rendering(self) -> Rendering | None:
         """Rendering with marks; None if the marks change the text."""
-        rendering = self._rendered([marked.turn for marked in self._marked_turns], False)
+        rendering = self._rendered([marked.turn for marked in self._marked_turns], add_generation_prompt=False)
         if rendering is None or rendering.text != self.text:
             return None
         return rendering
@@ -380,7 +380,7 @@ class TurnFinder:
     def _has_calls(self) -> bool:
         """Whether the template writes a tool call at all."""
         call = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        rendering = self._rendered([_USER, call], False)
+        rendering = self._rendered([_USER, call], add_generation_prompt=False)
         return rendering is not None and _CALL["function"]["name"] in rendering.text
 
     def omitted(self, ignored: Collection[int] = ()) -> list[str]:
@@ -441,7 +441,7 @@ class TurnFinder:
             "the chat template rearranges it; mark the assistant's part with {% generation %} in the template"
         )
 
-    def _rendered(self, messages: Sequence[Turn], add_generation_prompt: bool) -> Rendering | None:
+    def _rendered(self, messages: Sequence[Turn], *, add_generation_prompt: bool) -> Rendering | None:
         """Render messages; None if the template rejects a conversation that ends here."""
         try:
             return read_marks(self._render(messages, add_generation_prompt))
@@ -537,7 +537,7 @@ class TurnFinder:
                 return start
         passage = self.text[base:limit]
         header = self._header
-        prompt = self._tail(self._rendered(self._turns[:index], True), before)
+        prompt = self._tail(self._rendered(self._turns[:index], add_generation_prompt=True), before)
         if prompt is not None:
             num_shared = common_prefix(prompt, self.text[base : base + len(prompt)])
             if num_shared == len(prompt):
@@ -567,10 +567,10 @@ class TurnFinder:
         turns = [*self._turns]
         turns[index - 1] = {**turns[index - 1], "content": marked_text("x", 0)}
         # Behind the inserted text, the conversation has to go on as without it.
-        tail = self._tail(self._rendered(turns, False), 0)
+        tail = self._tail(self._rendered(turns, add_generation_prompt=False), 0)
         if tail is None or not self.text.endswith(tail):
             return None
-        prompt = self._tail(self._rendered(turns[:index], True), 0)
+        prompt = self._tail(self._rendered(turns[:index], add_generation_prompt=True), 0)
         if prompt is None or not tail.startswith(prompt):
             return None
         return len(self.text) - len(tail) + len(prompt)
@@ -580,14 +580,14 @@ class TurnFinder:
         """The assistant's header: the part of the generation prompt that finished turns share."""
         marker = Marker()
         turns = [marker.turn(turn).turn for turn in (_USER, _ANSWER, _USER, _ANSWER)]
-        with_prompt = self._tail(self._rendered(turns[:1], True), 1)
-        without_prompt = self._tail(self._rendered(turns[:1], False), 1)
+        with_prompt = self._tail(self._rendered(turns[:1], add_generation_prompt=True), 1)
+        without_prompt = self._tail(self._rendered(turns[:1], add_generation_prompt=False), 1)
         if with_prompt is None or without_prompt is None or not with_prompt.startswith(without_prompt):
             return ""
         header = with_prompt[len(without_prompt) :]
         # A finished turn may lack the end of what the prompt adds, such as <think>: the last turn, or an earlier one.
         for finished in (turns[:2], turns):
-            tail = self._tail(self._rendered(finished, False), 1)
+            tail = self._tail(self._rendered(finished, add_generation_prompt=False), 1)
             if tail is not None and tail.startswith(without_prompt):
                 num_shared = common_prefix(header, tail[len(without_prompt) :])
                 if num_shared < len(header):
@@ -617,6 +617,13 @@ class TurnFinder:
         """Return the number of characters of ``passage``, the text after a turn's last text, that the model generates.
 
         The passage is compared with a rendering in which another turn follows, or none.
+
+        Args:
+            index: number of the turn.
+            last_text: number of the turn's last text; None if it has none.
+            start: position of the passage.
+            passage: the text after the turn's last text.
+            continues: whether the next turn is the assistant's, too.
         """
         is_last = index == len(self.messages) - 1
         special_tokens = list(self._special.finditer(passage))
@@ -628,7 +635,7 @@ class TurnFinder:
         if is_last:
             continuations = self._continuations(index)
         for messages in continuations:
-            rendering = self._rendered(messages, False)
+            rendering = self._rendered(messages, add_generation_prompt=False)
             if last_text is not None:
                 tail = self._tail(rendering, last_text)
             else:

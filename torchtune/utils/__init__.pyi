@@ -24,7 +24,7 @@ from ._files import atomic_write as atomic_write
 from ._files import explain_file_limits as explain_file_limits
 from ._files import explain_os_error as explain_os_error
 from ._files import fsync_directory as fsync_directory
-from ._files import refuse_foreign as refuse_foreign
+from ._files import refuse_path_of_other_user as refuse_path_of_other_user
 from ._folder_lock import FolderLock as FolderLock
 from ._heartbeat import LOOP_PHASES as LOOP_PHASES
 from ._heartbeat import Activity as Activity

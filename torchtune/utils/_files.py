@@ -279,7 +279,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("TORCHTUNE_CACHE") or Path(home) / "torchtune").expanduser()
 
 
-def refuse_foreign(path: str | Path, key: str = "") -> None:
+def refuse_path_of_other_user(path: str | Path, key: str = "") -> None:
     """Raise if a path leads through another user's file, link or folder inside a world-writable folder such as /tmp.
 
     Names under /tmp are easy to guess. A user who creates ``/tmp/<model>`` first controls the weights and the chat

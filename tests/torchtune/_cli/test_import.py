@@ -284,6 +284,16 @@ def test_separate_validation_data_are_converted(convert):
     assert converted["keep_best"] == "val_loss"
 
 
+@pytest.mark.parametrize("lines", ["", "eval_strategy: no\n"])
+def test_choices_by_a_validation_that_there_is_not_are_listed(convert, lines):
+    lines += "early_stopping_patience: 3\nload_best_model_at_end: true\nmetric_for_best_model: eval_loss\n"
+    converted, report = convert(AXOLOTL + lines)
+    assert "early_stopping_patience" not in converted
+    reason = "nothing is validated" if "eval_strategy" in lines else "it needs validation data"
+    for key in ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model"):
+        assert f"  {key}: {reason}" in report
+
+
 def test_test_split_of_trl_is_validation_data(convert):
     converted, _ = convert(TRL.format(file="own/chats").replace("steps", "epoch"))
     assert (converted["dataset"]["split"], converted["dataset_val"]["split"]) == ("train", "test")

@@ -260,7 +260,7 @@ def test_only_paths_are_refused_for_their_owner(mistakes, monkeypatch):
         if path.startswith("theirs"):
             raise ForeignPathError(f"{path} belongs to another user")
 
-    monkeypatch.setattr("torchtune.config._parse.refuse_foreign", refuse)
+    monkeypatch.setattr("torchtune.config._parse.refuse_path_of_other_user", refuse)
     first, second = mistakes("prompt={text: theirs/a, my_file: theirs/b, work_dir: theirs/c, name_of_path: theirs}")
     assert "theirs/b belongs to another user" in first
     assert "theirs/c belongs to another user" in second

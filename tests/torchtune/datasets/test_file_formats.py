@@ -23,7 +23,7 @@ from torchtune.datasets import (
     scan,
 )
 from torchtune.datasets._data_files import FileRows
-from torchtune.datasets._file_formats import JsonLines, Line, parsed
+from torchtune.datasets._file_formats import JsonLines, Line, decode_row
 from torchtune.datasets._streamed import open_reader
 from torchtune.generation import read_prompts
 from torchtune.rlhf.reward_functions import ExactMatch, NumberMatch
@@ -367,7 +367,7 @@ def test_blank_lines_of_a_text_are_no_rows(tmp_path):
 
 def test_a_row_that_is_no_mapping_is_refused():
     with pytest.raises(DataError, match="not list"):
-        parsed(Line.of(b"[1]", JsonLines()))
+        decode_row(Line.of(b"[1]", JsonLines()))
 
 
 GOOD = '{"prompt": "the cat"}'

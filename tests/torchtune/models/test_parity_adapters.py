@@ -78,7 +78,7 @@ def test_layers_that_peft_refuses_get_no_adapter_and_are_reported():
     with pytest.raises(ModelError, match=r"'layers.0.attn.output_proj': peft adapts no such module of nemotron_h"):
         LoRA(target_modules=["output_proj"]).convert(model)
     report = LoRA(attn_modules=["q_proj", "output_proj"]).convert(model)
-    assert "none for layers.0.attn.output_proj and its like (23), which peft refuses" in report.note
+    assert "no adapter for layers.0.attn.output_proj and its like (23), which peft refuses" in report.note
     outputs = [path for path in report.replaced if path.endswith("output_proj")]
     assert outputs == [f"layers.{i}.attn.output_proj" for i in model.description.attn_layers]
 

@@ -14,7 +14,7 @@ from torchtune.utils import (
     UserError,
     atomic_directory,
     atomic_write,
-    refuse_foreign,
+    refuse_path_of_other_user,
     write_json,
 )
 
@@ -154,7 +154,7 @@ def test_paths_that_another_user_controls_are_refused(shared, tmp_path, me):
         (shared / "x" / ".." / "theirs", "the folder .*theirs belongs"),
     ):
         with pytest.raises(ForeignPathError, match=message):
-            refuse_foreign(path)
+            refuse_path_of_other_user(path)
 
 
 def test_paths_of_the_user_or_of_root_are_accepted(shared, tmp_path, me):
@@ -173,7 +173,7 @@ def test_paths_of_the_user_or_of_root_are_accepted(shared, tmp_path, me):
         shared / "new",
         tmp_path / "private" / "gift",
     ):
-        refuse_foreign(path)
+        refuse_path_of_other_user(path)
 
 
 def test_configs_and_downloads_name_the_refused_path(shared, tmp_path):

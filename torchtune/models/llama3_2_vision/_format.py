@@ -364,7 +364,7 @@ class TileTable(Op):
                     if rows.start == 0:  # one rank checks that missing tiles are zero
                         external_slices.append(_ZeroSlice(0, external))
                 elif rows.start <= row < rows.stop:
-                    is_first = (row, column) not in positions
+                    is_first = (row, column) not in positions  # it is read, and later copies must equal it
                     external_slices.append(_PositionSlice(0, external, (row - rows.start, column), is_first=is_first))
                     positions.add((row, column))
         return external_slices

@@ -286,7 +286,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
     Args:
         num_output_chunks: maximum number of chunks; a chunk has at least 256 positions, 512 with a trained projection.
         ignore_index: label of ignored tokens.
-        tp_enabled: whether the output projection is sharded over a tensor-parallel group.
+        tp_enabled: without effect, for configs of earlier releases: whether the projection is sharded is seen from it.
         mask_ignored_tokens: skip ignored tokens before the projection; ``False`` keeps shapes fixed.
         label_smoothing: ε, part of the target that is spread evenly over all tokens: the loss of a token is
             ``(1 − ε)(−log p) + ε · mean over all tokens of −log p``, as in ``torch.nn.CrossEntropyLoss``.
@@ -345,6 +345,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         # In a tuple, so that the projection does not become a submodule.
         self._projection: tuple[Any, ...] = ()
         self._terms = LossTerms(label_smoothing, z_loss, reweighting, eaft_alpha)
+        # Replaced by a compiled function in apply_compile_strategy.
         self._row_losses: Callable[..., tuple[Tensor, ...]] = row_losses
 
     @property

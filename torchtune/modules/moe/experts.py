@@ -87,7 +87,7 @@ class GroupedExperts(nn.Module, KernelUser):
         if weights is None:
             weights = self.stacked_weights()
         weight = weights[name]
-        if isinstance(weight, Stored):
+        if isinstance(weight, Stored):  # frozen, in a format such as 4 bits
             out = frozen_grouped_mm(x, weight, groups)
         else:
             out = grouped_mm(x, weight, groups)

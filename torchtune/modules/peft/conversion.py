@@ -475,9 +475,11 @@ class LoRA(Conversion):
         if self.dropout and self._saved_dropout(model) != self.dropout:
             note += "; files say lora_dropout 0, because peft has none for experts and MLPs beside them"
         if refused:
-            note += f"; none for {refused[0]} and its like ({len(refused)}), which peft refuses"
+            note += f"; no adapter for {refused[0]} and its like ({len(refused)}), which peft refuses"
         if fused:
-            note += f"; that of {fused[0]} and its like ({len(fused)}) stays zero: files hold it in one with others"
+            note += (
+                f"; the adapter of {fused[0]} and its like ({len(fused)}) stays zero: files hold it in one with others"
+            )
         return note
 
     def revert(self, model: nn.Module) -> None:

@@ -208,7 +208,7 @@ def reset(conversation: Conversation, seed: int) -> Any:
     if observation is None:
         return None
     if isinstance(observation, str):
-        return reply_text(observation)
+        return reply_text(observation)  # unchanged; raises for lone surrogates
     if isinstance(observation, list):
         (message,) = as_messages([{"role": "user", "content": observation}])
         return message.content

@@ -166,7 +166,7 @@ class LossScaler:
                 "overflow: set optimizer_in_bwd=False."
             )
         for single_optimizer in single_optimizers(optimizer):
-            if isinstance(single_optimizer, LowPrecisionOptimizer):
+            if isinstance(single_optimizer, LowPrecisionOptimizer):  # it steps in float32
                 self._optimizers.append(single_optimizer)
                 continue
             for group in single_optimizer.param_groups:
