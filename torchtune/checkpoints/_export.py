@@ -236,12 +236,12 @@ class SaveView(ModelWeights):
 
         def compute() -> list[TensorSlice]:
             slices = []
-            for name in group.tune:
+            for index, name in enumerate(group.tune):
                 shard = self.shard(name, turn)
                 if not shard.is_writer:
                     continue
                 # A shard of a weight may lie in several external tensors, or in several slices of one.
-                for external_slice in group.external_slices(name, shard.slices, shapes):
+                for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
                     data = external_slice.of(shard.data)
                     start = tuple(dim.start for dim in external_slice.slices)
                     external_name = group.external[external_slice.external]
