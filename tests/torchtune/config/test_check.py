@@ -123,6 +123,16 @@ def test_component_that_does_not_take_runtime_arguments_is_a_mistake(mistakes):
     ]
 
 
+def test_kwargs_take_no_positional_runtime_argument(mistakes, tmp_path):
+    (tmp_path / "own_scheduler.py").write_text(
+        "def constant(*, num_training_steps, last_epoch, **kwargs):\n    return dict(kwargs)\n"
+    )
+    assert mistakes("lr_scheduler={_component_: own_scheduler.constant}") == [
+        "command line: lr_scheduler: own_scheduler.constant takes no argument for the optimizer that the recipe hands "
+        "over"
+    ]
+
+
 def test_rules_across_settings_are_checked(check, mistakes):
     assert mistakes("optimizer_in_bwd=true") == ["c.yaml:53: clip_grad_norm: cannot be used with optimizer_in_bwd"]
     assert check("optimizer_in_bwd=true", "clip_grad_norm=null").optimizer_in_bwd
