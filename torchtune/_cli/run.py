@@ -10,7 +10,6 @@ import time
 import traceback
 from pathlib import Path
 
-from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import (
     USAGE,
@@ -21,12 +20,16 @@ from torchtune._cli.subcommand import (
     torchrun_arguments,
 )
 from torchtune._recipe_registry import (
+    RecipeTarget,
     are_other_methods,
     current_name,
     find_config,
     find_recipe,
     get_all_recipes,
+    recipe_named_by,
     recipe_of,
+    resolve_config,
+    resolve_recipe,
 )
 from torchtune.utils import (
     AGENT_VARIABLE,

@@ -8,7 +8,9 @@ import itertools
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -24,7 +26,7 @@ USAGE = (
 SHUTDOWN_TIMEOUT = 120
 # Options of torchrun that conflict with the recipe argument.
 _CONFLICTING_OPTIONS = {"module": "--module", "no_python": "--no-python"}
-# Help of an argument for :func:`torchtune._cli._find_recipe.find_checkpoint`.
+# Help of an argument for :func:`find_checkpoint`.
 CHECKPOINT = "folder of a checkpoint, or of a run (its best or last checkpoint), or a repository on the hub"
 
 
@@ -87,6 +89,26 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes that share the model, one per device; gpu: one on every GPU (default: 1)",
     )
+
+
+def find_checkpoint(model: str) -> str:
+    """Return the best or last checkpoint if ``model`` is the output folder of a run; otherwise return ``model``.
+
+    Raises:
+        UserError: there is no such folder, or the run has no complete checkpoint.
+    """
+    from torchtune.reports import SETTINGS, RunFolder
+
+    folder = Path(model).expanduser()
+    if not folder.exists() and folder.is_absolute():  # otherwise it may be a repository on the hub
+        raise UserError(f"{folder}: there is no such folder: give the folder of a model, a checkpoint or a run.")
+    # A checkpoint has the settings of its run as well, and the config of its model, which a run's folder lacks.
+    is_run = (folder / SETTINGS).is_file() and not any(folder.glob("*config.json"))
+    if not is_run:
+        return model
+    checkpoint, description = RunFolder(folder).checkpoint()
+    print(f"model       {checkpoint}, {description}", file=sys.stderr)
+    return str(checkpoint)
 
 
 def shared_by_processes(shards: str) -> str | None:

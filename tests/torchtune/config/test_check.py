@@ -9,7 +9,7 @@ import pytest
 
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
-from torchtune._cli._find_recipe import RecipeTarget
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.config import Component, ConfigError, Range, RuntimeArgs, did_you_mean
 from torchtune.utils import ForeignPathError
 
