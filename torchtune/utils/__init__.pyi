@@ -17,7 +17,7 @@ from ._errors import ObserverGuard as ObserverGuard
 from ._errors import UserError as UserError
 from ._files import AppendedFile as AppendedFile
 from ._files import ForeignPathError as ForeignPathError
-from ._files import WriteError, cache_root, clear_leftovers, convert_os_errors
+from ._files import WriteError, cache_root, check_writable_folder, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
