@@ -33,7 +33,7 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
-from ._json import check_surrogates
+from ._json import RepeatedKeyError, check_surrogates, decode_json, object_of_pairs
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
