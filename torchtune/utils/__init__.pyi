@@ -17,7 +17,7 @@ from ._errors import ObserverGuard as ObserverGuard
 from ._errors import UserError as UserError
 from ._files import AppendedFile as AppendedFile
 from ._files import ForeignPathError as ForeignPathError
-from ._files import WriteError, cache_root, clear_leftovers, convert_os_errors
+from ._files import WriteError, cache_root, check_writable_folder, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
@@ -33,7 +33,7 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
-from ._json import check_surrogates
+from ._json import RepeatedKeyError, check_surrogates, decode_json, object_of_pairs
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
