@@ -26,10 +26,9 @@ from torchtune.checkpoints._adapter_settings import (
     modules_to_save,
     token_indices,
 )
-from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
+from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource, UnreadWeights
 from torchtune.checkpoints._model_weights import (
     ModelWeights,
-    UnreadWeights,
     describe_tensors,
     groups_by_weight,
     parent_modules,
@@ -222,9 +221,7 @@ class SaveView(ModelWeights):
         raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
 
     def tensor_group(self, group: Group, turn: int) -> TensorGroup:
-        """Return the external tensors of one group of a weight map, to write.
-
-        Computing them needs memory for one full tensor. If weights are merged or converted, it is a collective.
+        """Return the external tensors of one group of a weight map, to write; computed when their turn comes.
 
         Args:
             group: group of a weight map.
@@ -233,23 +230,31 @@ class SaveView(ModelWeights):
         # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
         specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
         shapes = [spec.shape for spec in specs]
-
-        def compute() -> list[TensorSlice]:
-            slices = []
-            for index, name in enumerate(group.tune):
-                shard = self.shard(name, turn)
-                if not shard.is_writer:
-                    continue
-                # A shard of a weight may lie in several external tensors, or in several slices of one.
-                for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
-                    data = external_slice.of(shard.data)
-                    start = tuple(dim.start for dim in external_slice.slices)
-                    external_name = group.external[external_slice.external]
-                    slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
-            return slices
-
         specs_by_name = dict(zip(group.external, specs, strict=True))
-        return TensorGroup(specs_by_name, compute, specs[0].itemsize)
+        return TensorGroup(specs_by_name, partial(self.slices_to_write, group, shapes, turn), specs[0].itemsize)
+
+    def slices_to_write(self, group: Group, shapes: Sequence[Sequence[int]], turn: int) -> list[TensorSlice]:
+        """Compute the slices of a group's external tensors that this rank contributes.
+
+        They need memory for one full tensor. If weights are merged or converted, it is a collective.
+
+        Args:
+            group: see :meth:`tensor_group`.
+            shapes: shapes of the group's external tensors.
+            turn: see :meth:`tensor_group`.
+        """
+        slices = []
+        for index, name in enumerate(group.tune):
+            shard = self.shard(name, turn)
+            if not shard.is_writer:
+                continue
+            # A shard of a weight may lie in several external tensors, or in several slices of one.
+            for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
+                data = external_slice.of(shard.data)
+                start = tuple(dim.start for dim in external_slice.slices)
+                external_name = group.external[external_slice.external]
+                slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
+        return slices
 
     def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
         """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""

@@ -4,9 +4,10 @@ import logging
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,12 @@ from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_fr
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._model_weights import (
-    CopySlice,
     ModelWeights,
-    UnreadWeights,
     check_shape,
     groups_by_weight,
     materialize,
     replaced_parameters,
+    set_parameter,
     spec_and_description,
 )
 from torchtune.checkpoints._weight_files import (
@@ -169,7 +169,7 @@ class ModelSource:
         self._enclosing: TextDecoderFiles | None = None
         self._is_enclosing_opened = False
         # Of weights that stay in their files until they are written.
-        self._readers: Mapping[str, CopySlice] = {}
+        self._readers: Mapping[str, WeightReader] = {}
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
@@ -241,7 +241,7 @@ class ModelSource:
     read = load  # the name of earlier releases
 
     @property
-    def unread(self) -> UnreadWeights | None:
+    def unread(self) -> "UnreadWeights | None":
         """Weights that :meth:`load` has left in their files; None if it has read all."""
         return UnreadWeights(self._readers) if self._readers else None
 
@@ -486,29 +486,125 @@ def load_base(
     """
     weights.split_layers = dict(split_layers or {})
     readers, new_weights = _base_readers(weights, files)
-    for name, copy_slice in readers.items():
-        weights.fill(name, copy_slice, device, dtype)  # reads the slice of this rank
+    for reader in readers.values():
+        load_weight(weights, reader, device, dtype)
         sign_of_life()
     return new_weights
 
 
-def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, CopySlice], set[str]]:
-    """Return the reader of each base weight of a model, in file order, and the names of new base weights.
+def load_weight(
+    weights: ModelWeights, reader: "WeightReader", device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Load this rank's shard of one weight from its files; see :func:`load_base`."""
+    slices, target = weights.allocate(reader.name, device, dtype)  # usually the shard of a parameter
+    if target.numel():  # the last ranks have no rows of a short weight
+        reader.read(slices, target)
+    weights.assign(reader.name, slices, target, device, dtype)
 
-    Only the slice of this rank is read, straight into its shard.
+
+@dataclass(frozen=True, eq=False)
+class WeightReader:
+    """Reads slices of one full weight from its files.
+
+    Attributes:
+        name: name of the weight.
+        group: group of the weight, with the names of its external tensors in the files.
+        shapes: shapes of the group's external tensors.
+        files: the files.
+    """
+
+    name: str
+    group: Group
+    shapes: Sequence[Sequence[int]]
+    files: WeightFiles
+
+    def read(self, slices: Slices, target: torch.Tensor) -> None:
+        """Read a slice of the weight into a tensor of its shape."""
+        self.group.read(self.name, slices, target, self.shapes, self.files.read)
+
+
+@dataclass(frozen=True, eq=False)
+class GrownWeightReader(WeightReader):
+    """Reader of a weight with rows of new tokens, which the files do not have.
+
+    Attributes:
+        growth: the new rows.
+        num_rows: number of rows of the full weight with them.
+    """
+
+    growth: VocabularyGrowth
+    num_rows: int
+
+    def read(self, slices: Slices, target: torch.Tensor) -> None:
+        """Read the old rows of a slice into a tensor of its shape, and compute its new rows from the old ones."""
+        rows, *columns = slices
+        first_new = self.growth.first_new
+        num_old = max(0, min(rows.stop, first_new) - rows.start)
+        if num_old:
+            old_rows = slice(rows.start, rows.start + num_old)
+            super().read((old_rows, *columns), target[:num_old])
+        if rows.stop <= first_new:
+            return
+
+        def read_rows(start: int, end: int) -> torch.Tensor:
+            values = target.new_empty((end - start, *target.shape[1:]))
+            WeightReader.read(self, (slice(start, end), *columns), values)
+            return values
+
+        # Every rank reads all old rows, because the new ones are means of them, and keeps those of its slice.
+        new_rows = self.growth.initial_rows(self.num_rows - first_new, read_rows)
+        first = rows.start + num_old - first_new
+        last = rows.stop - first_new
+        target[num_old:] = new_rows[first:last].to(target.dtype)
+
+
+class UnreadWeights:
+    """Base weights that stay in their files, and are in a model only while they are written.
+
+    Args:
+        readers: reader of each weight, by the name of the weight.
+    """
+
+    def __init__(self, readers: Mapping[str, WeightReader]) -> None:
+        self._readers = readers
+
+    @contextmanager
+    def present(self, weights: ModelWeights, names: Iterable[str]) -> Iterator[None]:
+        """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
+
+        Args:
+            weights: the model's weights; unread ones are on the meta device.
+            names: names of parameters and weights.
+        """
+        unread = [name for name in names if name in self._readers]
+        meta_parameters = {}
+        for name in unread:
+            for parameter_name in weights.storage_of(name):
+                meta_parameters[parameter_name] = weights.parameters[parameter_name]
+        try:
+            for name in unread:
+                load_weight(weights, self._readers[name], torch.device("cpu"))
+            yield
+        finally:
+            # The model has the parameters without values again, which frees the values.
+            for parameter_name, parameter in meta_parameters.items():
+                weights.parameters[parameter_name] = set_parameter(weights.model, parameter_name, parameter)
+
+
+def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, WeightReader], set[str]]:
+    """Return the reader of each base weight of a model, by name in file order, and the names of new base weights.
 
     Raises:
         CheckpointError: see :func:`load_base`.
     """
-    readers: dict[str, CopySlice] = {}
+    readers: dict[str, WeightReader] = {}
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
-            # Finds the slices of external tensors that hold a slice of the weight, and reads them.
-            copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             growth = _growth_of(weights, name)
-            if growth is not None:
-                copy_slice = partial(_copy_grown, growth, weights.specs[name].shape, copy_slice)
-            readers[name] = copy_slice
+            if growth is None:
+                readers[name] = WeightReader(name, group, shapes, files)
+            else:
+                readers[name] = GrownWeightReader(name, group, shapes, files, growth, weights.specs[name].shape[0])
     if _HEAD in weights.base and _HEAD not in readers:
         log_rank_zero(get_logger(), f"{files.location()} is of a language model: the classifier's output layer is new.")
         return readers, {_HEAD}
@@ -579,38 +675,6 @@ def _spec_without_new_rows(weights: ModelWeights, name: str) -> torch.Tensor:
     if growth is None:
         return spec
     return spec.new_empty((growth.rows_in_files, *spec.shape[1:]))
-
-
-def _copy_grown(
-    growth: VocabularyGrowth, shape: Sequence[int], copy_slice: CopySlice, slices: Slices, target: torch.Tensor
-) -> None:
-    """Copy a slice of a weight with rows of new tokens into a tensor.
-
-    Args:
-        growth: the new rows.
-        shape: shape of the full weight with them.
-        copy_slice: copies a slice of the weight in files.
-        slices: the slice of the full weight.
-        target: tensor with the shape of the slice.
-    """
-    rows, *columns = slices
-    num_old = max(0, min(rows.stop, growth.first_new) - rows.start)
-    if num_old:
-        old_rows = slice(rows.start, rows.start + num_old)
-        copy_slice((old_rows, *columns), target[:num_old])
-    if rows.stop <= growth.first_new:
-        return
-
-    def read_rows(start: int, end: int) -> torch.Tensor:
-        values = target.new_empty((end - start, *target.shape[1:]))
-        copy_slice((slice(start, end), *columns), values)
-        return values
-
-    # Every rank reads all old rows, because the new ones are means of them, and keeps those of its slice.
-    new_rows = growth.initial_rows(shape[0] - growth.first_new, read_rows)
-    first = rows.start + num_old - growth.first_new
-    last = rows.stop - growth.first_new
-    target[num_old:] = new_rows[first:last].to(target.dtype)
 
 
 def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description: Description) -> list[Group]:
