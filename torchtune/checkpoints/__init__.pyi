@@ -26,7 +26,7 @@ from ._checkpointers import update_state_dict_for_classifier as update_state_dic
 from ._directories import BEST, MARKER, best_checkpoint, best_record, complete_directories, newest_record
 from ._directories import checkpoints_in as checkpoints_in
 from ._directories import verify_checkpoint as verify_checkpoint
-from ._export import Contents, check_savable_tokenizer
+from ._export import Contents
 from ._export import checkpoint_contents as checkpoint_contents
 from ._gguf import GGUFFile as GGUFFile
 from ._gguf_convert import gguf_to_hf as gguf_to_hf
@@ -39,6 +39,7 @@ from ._quantize import check_quantizer as check_quantizer
 from ._quantize import quantize_checkpoint as quantize_checkpoint
 from ._resume import ResumePoint as ResumePoint
 from ._resume import add_reference as add_reference
+from ._small_files import check_savable_tokenizer
 from ._state import check_training_state as check_training_state
 from ._weight_files import CheckpointError as CheckpointError
 from ._weight_files import FormattedCheckpointFiles as FormattedCheckpointFiles

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, SaveView, config_of, write_tensors
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, SaveView, write_tensors
 from torchtune.checkpoints._gguf import (
     ARCHITECTURES,
     CONTROL,
@@ -28,6 +28,7 @@ from torchtune.checkpoints._gguf import (
 )
 from torchtune.checkpoints._load import ModelSource, check_base
 from torchtune.checkpoints._model_weights import groups_by_weight, spec_and_description
+from torchtune.checkpoints._small_files import config_of
 from torchtune.checkpoints._weight_files import CheckpointError, read_json
 from torchtune.models import Description, Group, Llama3RopeScaling, build
 from torchtune.training.parallel import LocalShard, full_slices

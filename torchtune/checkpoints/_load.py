@@ -1,7 +1,5 @@
 """Load the weights of a model from its source: a folder, its files and its adapter."""
 
-import logging
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,8 +31,8 @@ from torchtune.checkpoints._model_weights import (
     materialize,
     replaced_parameters,
     set_parameter,
-    spec_and_description,
 )
+from torchtune.checkpoints._small_files import check_config, check_description, copy_small_files
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
     TextDecoderFiles,
@@ -53,8 +51,6 @@ from torchtune.models import (
     WeightMap,
     WeightMapError,
     get_spec,
-    spec_for_architecture,
-    text_config,
 )
 from torchtune.modules.embeddings import VocabularyGrowth, vocabulary_weights
 from torchtune.modules.peft import LoRALinear
@@ -64,24 +60,14 @@ from torchtune.training.parallel import full_tensor, my_shard
 from torchtune.utils import (
     get_logger,
     local_path,
-    log_once,
     log_rank_zero,
     refuse_path_of_other_user,
     sign_of_life,
     write_json,
 )
 
-GENERATION_CONFIG = "generation_config.json"
-# Files that are not copied from the source folder: weights, and files that an export writes itself.
-_LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
-_WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
-_RUN_FOLDERS = ("epoch_", "step_", "recipe_state")
-_FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
-_MAX_CARRIED_BYTES = 100 * 2**20
 # Bytes of each sample of a file for its fingerprint.
 _SAMPLE_BYTES = 2**20
-# Fields of a description that the shapes of tensors do not determine.
-_NOT_IN_SHAPES = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
 # The output layer, which a classifier does not take from a language model.
 _HEAD = "output.weight"
 _ADVICE = "check checkpoint_dir and checkpoint_files against the model in the run's config"
@@ -328,25 +314,7 @@ class ModelSource:
             folder: folder of the export.
             tokenizer: whether to copy tokenizer and chat template.
         """
-        base = self.checkpoint_dir
-        is_model_folder = (base / "config.json").is_file()
-        other_models = []  # folders of the other models in a checkpoint of several
-        if (base / MARKER).exists():
-            other_models = [path.parent.name for path in base.glob("*/config.json")]
-        paths = base.rglob("*") if is_model_folder else base.glob("*")
-        for path in sorted(paths):
-            relative = path.relative_to(base)
-            target = folder / relative
-            if _is_left_behind(relative) or relative.parts[0] in other_models or target.exists():
-                continue
-            is_of_tokenizer = is_tokenizer_file(relative)
-            if is_of_tokenizer and not tokenizer:
-                continue
-            if not is_model_folder and not is_of_tokenizer and path.name != GENERATION_CONFIG:
-                continue
-            if path.is_file() and path.stat().st_size <= _MAX_CARRIED_BYTES:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+        copy_small_files(self.checkpoint_dir, folder, tokenizer=tokenizer)
         for name, content in self._tokenizer_files.items():
             is_unwanted = not tokenizer and is_tokenizer_file(Path(name))
             if not is_unwanted and not (folder / name).exists():
@@ -414,20 +382,6 @@ def _file_fingerprint(path: Path) -> list[int]:
             file.seek(start)
             crc = zlib.crc32(file.read(_SAMPLE_BYTES), crc)
     return [size, crc]
-
-
-def _is_left_behind(relative: Path) -> bool:
-    """Return whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
-    name = relative.name
-    folder = relative.parts[0]
-    return (
-        any(part.startswith(".") for part in relative.parts)
-        or folder.startswith(_RUN_FOLDERS)
-        or (len(relative.parts) > 1 and folder in _FOLDERS_OF_A_CHECKPOINT)
-        or name.endswith(_LEFT_BEHIND)
-        or name.startswith(("adapter_config", "adapter_model", "adapter_conversions"))
-        or str(relative) in _WRITTEN_ANEW
-    )
 
 
 def detect_format(files: WeightFiles, spec: ModelSpec, description: Description) -> str:
@@ -758,69 +712,6 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
             raise CheckpointError(
                 f"{files.path_of(tie.external)}: '{tie.external}' differs from '{original}', but the model "
                 "shares them: build it with tie_word_embeddings=False."
-            )
-
-
-def check_config(model: nn.Module, config_file: Path) -> None:
-    """Check a checkpoint's ``config.json`` against the model, including fields that shapes do not determine.
-
-    Raises:
-        CheckpointError: the family has other weight names or another layout, or the numbers of heads differ.
-    """
-    if not config_file.is_file():
-        return
-    spec, _ = spec_and_description(model)
-    try:
-        is_composite = spec.builder is not None
-        config = text_config(read_json(config_file), images=is_composite)
-    except ModelError as error:
-        raise CheckpointError(f"{config_file}: {error}") from error
-    architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture is not None and architecture not in spec.architectures:
-        # Families that have the same weight map read each other's files; the config is then read as its own family's.
-        try:
-            config_spec = spec_for_architecture(architecture)
-        except ModelError:
-            config_spec = None
-        if config_spec is None or config_spec.weight_maps.get("hf") != spec.weight_maps.get("hf"):
-            raise CheckpointError(
-                f"{config_file}: the checkpoint is a {architecture}, the model in the run's config is of the family "
-                f"'{spec.name}' ({', '.join(spec.architectures)}): use a builder of the checkpoint's family."
-            )
-        spec = config_spec
-    try:
-        described = spec.from_hf_config(config)
-    except ModelError as error:
-        get_logger().warning(f"{config_file} is not compared with the model: {error}")
-        return
-    check_description(model, described, config_file)
-
-
-def check_description(model: nn.Module, described: Description, path: Path | str) -> None:
-    """Compare the fields of descriptions that shapes do not determine; log a warning if the model may differ.
-
-    Args:
-        model: the model of the run.
-        described: the model that the checkpoint describes.
-        path: file of the description, for messages.
-
-    Raises:
-        CheckpointError: the numbers of heads differ.
-    """
-    _, built = spec_and_description(model)
-    if (described.num_heads, described.num_kv_heads) != (built.num_heads, built.num_kv_heads):
-        raise CheckpointError(
-            f"{path}: the checkpoint has {described.num_heads} heads ({described.num_kv_heads} of keys and values), "
-            f"the model in the run's config {built.num_heads} ({built.num_kv_heads}): use the builder of this "
-            "checkpoint."
-        )
-    for name in _NOT_IN_SHAPES:
-        if getattr(described, name) != getattr(built, name):
-            log_once(
-                get_logger(),
-                f"{path} says {name} = {getattr(described, name)}, the model in the run's config is built with "
-                f"{getattr(built, name)}: the latter holds.",
-                level=logging.WARNING,
             )
 
 

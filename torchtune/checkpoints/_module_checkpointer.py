@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files, write_extra_files
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, shard_files
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
 from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._small_files import save_tokenizer, write_extra_files
 from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
     SAFETENSORS_INDEX,

@@ -9,12 +9,13 @@ import torch
 import yaml
 from torch import nn
 
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
 from torchtune.checkpoints._gguf_convert import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import spec_and_description
 from torchtune.checkpoints._quantized_files import PACKED, SHAPE
 from torchtune.checkpoints._save import TensorGroup, TensorSlice
+from torchtune.checkpoints._small_files import config_of
 from torchtune.checkpoints._weight_files import SCALE, CheckpointError, WeightFiles, read_json
 from torchtune.models import Group
 from torchtune.modules import text_decoder
