@@ -29,7 +29,7 @@ from ._directories import verify_checkpoint as verify_checkpoint
 from ._export import Contents
 from ._export import checkpoint_contents as checkpoint_contents
 from ._gguf import GGUFFile as GGUFFile
-from ._gguf_convert import gguf_to_hf as gguf_to_hf
+from ._gguf import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
 from ._load import StreamedSource

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
-from torchtune.checkpoints._gguf_convert import export_gguf
+from torchtune.checkpoints._gguf import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import spec_and_description
 from torchtune.checkpoints._quantized_files import PACKED, SHAPE
