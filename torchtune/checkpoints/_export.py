@@ -464,7 +464,8 @@ def adapter_tensors(
     if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
         weight_map = spec.weight_maps.get("hf_fused", weight_map)
         if prefixes:
-            weight_map = weight_map.prefixed(prefixes)
+            # The prefixes are of modules, which may have other names than the tensors in files.
+            weight_map = weight_map.prefixed(dict(weight_map.modules)).prefixed(prefixes)
         adapter_groups = groups_by_weight(weight_map.peft(), description)
     new_rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
