@@ -17,6 +17,7 @@ from torchtune.rlhf._prompts import Prompt
 from torchtune.rlhf._rollouts import Episode, Rollout, RolloutError
 from torchtune.rlhf.environments._tools import ToolCall, reply_text
 from torchtune.rlhf.environments._turn_tokens import Bridge, Turn
+from torchtune.utils import check_surrogates
 
 
 @dataclass(eq=False)
@@ -210,6 +211,7 @@ def reset(conversation: Conversation, seed: int) -> Any:
     if isinstance(observation, str):
         return reply_text(observation)  # unchanged; raises for lone surrogates
     if isinstance(observation, list):
+        check_surrogates(observation)  # as reply_text does
         (message,) = as_messages([{"role": "user", "content": observation}])
         return message.content
     raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
