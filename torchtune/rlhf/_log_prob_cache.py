@@ -1,4 +1,4 @@
-"""Caches by row of a dataset, filled before training: a reference's log-probs, and a teacher's most likely tokens."""
+"""Log-probs of frozen models, computed once per row of a dataset before training: a reference's, and a teacher's."""
 
 import dataclasses
 import functools

@@ -12,7 +12,7 @@ from tests.torchtune.checkpoints import ranks
 from torchtune.data import Batch, BatchLoader, ExampleDataset, collate_documents, collate_preference
 from torchtune.datasets import MixedDataset, PackedDataset
 from torchtune.modules.loss import LikeliestTokens
-from torchtune.rlhf._row_cache import (
+from torchtune.rlhf._log_prob_cache import (
     CacheError,
     SelectedRows,
     TeacherCache,
