@@ -19,7 +19,7 @@ from typing import Any
 from torchtune.data import DataError
 from torchtune.datasets._fingerprint import Fingerprint, differences_of
 from torchtune.datasets._processes import ROWS
-from torchtune.datasets._row_cache import SHARDS, cached_rows, describe_differences, preparing
+from torchtune.datasets._row_cache import SHARDS, cache_entry, describe_differences, preparing
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of, read_batches
 from torchtune.utils import UserError, read_json, write_json
 
@@ -163,8 +163,9 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
                 f"tokenizes than this one: join them with that version, or prepare all of them again, the first with "
                 f"{_command(output, first_manifest, shards[0])}"
             )
-        with preparing(output):
-            cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
+        with preparing(output), cache_entry(fingerprint, record["source"]) as entry:
+            if entry.writer is not None:  # an interrupted call may have joined this dataset
+                _copy_batches(output, first_manifest, records, entry.writer)
         totals = {"rows": 0, "left_out": 0, "tokens": 0}
         for shard_record in records.values():
             for name in totals:
@@ -173,30 +174,26 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
     return joined
 
 
-class _Joining:
-    """Callable that copies the batches of all shards, in order.
+def _copy_batches(
+    output: Path, manifest: Mapping[str, Any], records: Mapping[Shard, Mapping[str, Any]], writer: RowWriter
+) -> None:
+    """Copy the batches of all shards, in order, behind those that an interrupted call has copied.
 
     Args:
         output: output folder of the preparation.
         manifest: manifest of any shard, for the command in messages.
         records: the dataset's record of each shard, in order.
+        writer: writes the joined rows.
+
+    Raises:
+        DataError: a shard is damaged.
     """
-
-    def __init__(self, output: Path, manifest: Mapping[str, Any], records: Mapping[Shard, Mapping[str, Any]]) -> None:
-        self._output = output
-        self._manifest = manifest
-        self._records = records
-
-    def __call__(self, writer: RowWriter) -> bool:
-        """Copy the batches behind those that an interrupted call has copied.
-
-        Raises:
-            DataError: a shard is damaged.
-        """
-        copied_before = len(writer.before.sums)  # batches
-        for shard, record in self._records.items():
-            sums = []
-            for batch, facts in self._batches(shard, record):
+    copied_before = len(writer.before.sums)  # batches
+    for shard, record in records.items():
+        folder = shard.folder(output) / record["fingerprint"]
+        sums = []
+        for name in sorted(record["files"]):  # in the order in which they were written
+            for batch, facts in read_batches(folder / name):
                 sums.append([facts["rows"], facts["crc"]])
                 if facts["rows"] == 0:  # the only batch of a shard without rows
                     continue
@@ -204,16 +201,9 @@ class _Joining:
                     copied_before -= 1
                     continue
                 writer.write(batch, facts)
-            # Only known now: a check in advance would read all shards twice.
-            if fingerprint_of(sums) != record["checksum"]:
-                raise _damaged(self._output, self._manifest, shard, "its checksum is another")
-        return True
-
-    def _batches(self, shard: Shard, record: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield the batches of a shard with their facts, in the order in which they were written."""
-        folder = shard.folder(self._output) / record["fingerprint"]
-        for name in sorted(record["files"]):
-            yield from read_batches(folder / name)
+        # Only known now: a check in advance would read all shards twice.
+        if fingerprint_of(sums) != record["checksum"]:
+            raise _damaged(output, manifest, shard, "its checksum is another")
 
 
 def _shards_in(output: Path) -> list[Shard]:

@@ -23,7 +23,7 @@ from torchtune.datasets._data_files import undecoded
 from torchtune.datasets._file_formats import Line, decode_row
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
-from torchtune.datasets._row_cache import cached_rows
+from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
 from torchtune.datasets._shards import ShardWritten, current_shard, record_of
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
@@ -311,16 +311,15 @@ def prepare_rows(
     source.add_to(fingerprint)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
     load = load or source.rows
-
-    def write(writer: RowWriter) -> bool:
-        rows = load()
-        bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
-        numbers = range(len(rows))
-        if shard is not None:
-            numbers = shard.rows(len(rows))
-        return _write_rows(rows, numbers, tokenize, bad, writer)
-
-    token_rows = cached_rows(fingerprint, source.name, write, source.prepared)
+    with cache_entry(fingerprint, source.name, source.prepared) as entry:
+        if entry.writer is not None:
+            rows = load()
+            bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
+            numbers = range(len(rows))
+            if shard is not None:
+                numbers = shard.rows(len(rows))
+            entry.is_stored = _write_rows(rows, numbers, tokenize, bad, entry.writer)
+    token_rows = entry.rows
     # The dataset of rows with images says why they cannot be prepared.
     if shard is not None and token_rows is not None and not token_rows.notes:
         raise ShardWritten(record_of(source.name, fingerprint, token_rows))
