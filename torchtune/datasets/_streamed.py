@@ -24,7 +24,7 @@ from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import LabeledSamples, Tokenize
+from torchtune.datasets._tokenized import Tokenize
 from torchtune.utils import UserError, first_line, get_logger, log_once, log_rank_zero
 
 _EDGE = 1 << 20
@@ -410,7 +410,7 @@ class StreamedDataset(ExampleDataset):
         if filter_kwargs is not None:
             raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = Tokenize(LabeledSamples(transform, limit, side), ["rows"], tokenizer)
+        self._tokenize = Tokenize(transform, tokenizer=tokenizer, limit=limit, side=side)
         self._longest: int | None = None  # tokens of a row that the model reads
         self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
         self._filter = filter_fn
