@@ -24,6 +24,7 @@ from ._loader import seeded_generators
 from ._messages import (
     REASONING_FIELDS,
     Video,
+    check_answers,
     read_row_weight,
     role_of,
     warn_of_row_weight,

@@ -14,6 +14,7 @@ from torchtune.data import (
     MaskingName,
     Transform,
     as_messages,
+    check_answers,
     check_column_map,
     column,
     copy_sample,
@@ -24,7 +25,6 @@ from torchtune.data import (
     unfold_prompt,
     warn_of_similar_columns,
 )
-from torchtune.datasets._bad_rows import check_answers
 from torchtune.datasets._row_formats import LABELED_ANSWERS, formats_of, read_label
 from torchtune.datasets._row_images import row_error, takes_encoded_images, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
