@@ -13,13 +13,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import (
+    SHARDS,
+    NotRead,
+    is_preparing,
+    is_preview,
+    preparation_folder,
+    reads_nothing,
+)
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._processes import ProcessKilled
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of
 from torchtune.utils import (
@@ -35,7 +41,6 @@ from torchtune.utils import (
 )
 
 _META = "meta.json"
-SHARDS = "shards"  # the folder of shards in an output folder of `tune data prepare`
 _OTHER_CACHE = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 _STALE = 3600.0  # seconds without writes after which a folder counts as abandoned
 _KILLED = (KeyboardInterrupt, ProcessKilled)  # errors after which a preparation can be continued
@@ -48,7 +53,6 @@ _DESCRIPTIONS = {
 }
 # Fingerprint -> number of datasets of this run with it.
 _num_datasets: Counter[str] = Counter()
-_output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 
 def cache_path() -> Path:
@@ -83,21 +87,6 @@ def cache_folder() -> Path:
     return folder
 
 
-@contextmanager
-def preparing(folder: Path) -> Iterator[None]:
-    """Make :func:`cache_entry` write rows to ``folder`` inside the block, as ``tune data prepare`` does."""
-    token = _output.set(folder)
-    try:
-        yield
-    finally:
-        _output.reset(token)
-
-
-def is_preparing() -> bool:
-    """Return whether a :func:`preparing` block is active."""
-    return _output.get() is not None
-
-
 @dataclass
 class CacheEntry:
     """Entry of the cache inside a :func:`cache_entry` block.
@@ -129,7 +118,7 @@ def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = N
         DataError: the cache folder cannot be used, ``prepared`` has no such rows, or the fingerprint is not exact
             inside a :func:`preparing` block.
     """
-    output = _output.get()  # of `tune data prepare`
+    output = preparation_folder()
     if prepared is not None and output is None:
         yield CacheEntry(_rows_prepared_before(fingerprint, source, prepared))
         return

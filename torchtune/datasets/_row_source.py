@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import check_read_in_preview, limit_to_preview
 from torchtune.datasets._data_files import (
     FileRows,
     file_names,
@@ -26,7 +27,6 @@ from torchtune.datasets._data_files import (
 )
 from torchtune.datasets._file_formats import LOADERS
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import check_read_in_preview, limit_to_preview
 from torchtune.utils import first_line
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.

@@ -26,8 +26,8 @@ from torchtune.data import (
     warn_of_similar_columns,
 )
 from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._command_modes import is_preparing
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_cache import is_preparing
 from torchtune.datasets._row_formats import ConversationToMessages, formats_of
 from torchtune.datasets._row_images import (
     check_images,

@@ -9,98 +9,19 @@ bit. Packs are made of the joined rows, as a run makes them of any prepared rows
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import SHARDS, Shard, preparing
 from torchtune.datasets._fingerprint import Fingerprint, differences_of
-from torchtune.datasets._processes import ROWS
-from torchtune.datasets._row_cache import SHARDS, cache_entry, describe_differences, preparing
+from torchtune.datasets._row_cache import cache_entry, describe_differences
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of, read_batches
-from torchtune.utils import UserError, read_json, write_json
+from torchtune.utils import read_json, write_json
 
 _MANIFEST = "manifest.json"
 _FOLDER_NAME = re.compile(r"(\d+)-of-(\d+)")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of several parts of the rows of a source.
-
-    Args:
-        index: number of the shard, counted from 0.
-        count: number of shards.
-    """
-
-    index: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Shard":
-        """Return the shard of a text such as ``0/4``; raise :class:`UserError` if there is no such shard."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
-        if match is None:
-            raise UserError(f"--shard {text} is not a shard: give its number and the number of shards, such as 0/4.")
-        shard = cls(int(match[1]), int(match[2]))
-        if shard.count == 0:
-            raise UserError(f"--shard {text} is one of no shards: give the number of shards, such as 0/4.")
-        if shard.index >= shard.count:
-            raise UserError(
-                f"--shard {text} does not exist: shards are counted from 0, and the last is "
-                f"{shard.count - 1}/{shard.count}."
-            )
-        return shard
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    def folder(self, output: Path) -> Path:
-        """Return the folder of the shard in the output folder of a preparation."""
-        return output / SHARDS / f"{self.index}-of-{self.count}"
-
-    def rows(self, total: int) -> range:
-        """Return the shard's rows of a source with ``total`` rows; none if there are fewer batches than shards."""
-        batches = -(-total // ROWS)  # rounded up
-        first_batch = batches * self.index // self.count
-        end_batch = batches * (self.index + 1) // self.count
-        return range(first_batch * ROWS, min(end_batch * ROWS, total))
-
-
-class ShardWritten(Exception):
-    """Raised in the place of a dataset that would have the rows of a shard alone.
-
-    A dataset checks, counts and packs its rows, which a part of them need not allow.
-
-    Args:
-        record: source, fingerprints, counts, files and checksum of the rows, for the manifest.
-    """
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        super().__init__(f"the rows of {record['source']} were written to a shard")
-        self.record = record
-
-
-_current: ContextVar[Shard | None] = ContextVar("shard", default=None)
-
-
-@contextmanager
-def preparing_shard(output: Path, shard: Shard) -> Iterator[None]:
-    """Make datasets write the rows of a shard inside the block and raise :class:`ShardWritten`."""
-    token = _current.set(shard)
-    try:
-        with preparing(shard.folder(output)):
-            yield
-    finally:
-        _current.reset(token)
-
-
-def current_shard() -> Shard | None:
-    """Return the shard of the active :func:`preparing_shard` block."""
-    return _current.get()
 
 
 def record_of(source: str, fingerprint: Fingerprint, rows: PreparedRows) -> dict[str, Any]:

@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
+from torchtune.datasets._command_modes import NotRead, is_preview
 from torchtune.datasets._data_files import local_files, matching, plain_files, refuse_shrunk, resolve_source
 from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, decode_row, packed_by, unpacking
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
-from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore

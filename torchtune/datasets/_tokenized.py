@@ -19,13 +19,14 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._command_modes import ShardWritten, current_shard
 from torchtune.datasets._data_files import undecoded
 from torchtune.datasets._file_formats import Line, decode_row
 from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
-from torchtune.datasets._shards import ShardWritten, current_shard, record_of
+from torchtune.datasets._shards import record_of
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
 
