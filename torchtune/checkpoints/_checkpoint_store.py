@@ -766,8 +766,8 @@ def _parameters(models: Models) -> dict[str, nn.Parameter]:
 def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
     """Return the path that a resume loads: an adapter file, or the folder of the weights."""
     adapter_files = []
-    for adapter_dir in (folder, folder / ADAPTER_DIR):
-        for name in (ADAPTER_FILE, OWNED_INDEX):
+    for adapter_dir in (folder, folder / ADAPTER_DIR):  # the second one if merged weights are in the first
+        for name in (ADAPTER_FILE, OWNED_INDEX):  # the second one if no conversion has a name in PEFT's layout
             if (adapter_dir / name).is_file():
                 adapter_files.append(adapter_dir / name)
     has_adapter = bool(owned_parameters(model))
