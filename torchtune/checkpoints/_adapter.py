@@ -290,7 +290,7 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     first = needed - len(ids)
     are_consecutive = ids == list(range(first, needed))
     have_values = files.shape(tensors[0])[0] == len(ids)
-    continues_vocabulary = first <= rows <= needed
+    continues_vocabulary = first <= rows <= needed  # the base may have some of the rows, untrained
     if not (are_consecutive and have_values and continues_vocabulary):
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "

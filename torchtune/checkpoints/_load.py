@@ -768,6 +768,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
+    # Adapters such as DoRA's magnitude are computed from the weight of their layer, which is gathered for them.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}

@@ -439,7 +439,7 @@ class ModelWeights:
         Rows of new tokens, which are trained in another parameter, are not compared.
         """
         num_rows = value.shape[0]
-        if name in self.new_rows:
+        if name in self.new_rows:  # the last rows
             _, token_ids = self.new_rows[name]
             num_rows -= len(token_ids)
         tensors = {name: value}
