@@ -635,4 +635,14 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
         calls_tool = message.ipython or bool(message.extra.get("tool_calls"))
 
 
+def check_answers(messages: Sequence[Message]) -> None:
+    """Raise :class:`DataError` for a turn that is trained on and says nothing: the model would learn to end at once."""
+    for number, message in enumerate(messages):
+        if message.role == "assistant" and not message.masked and message.is_empty:
+            raise DataError(
+                f"turn {number} of the assistant is empty, from which the model learns to say nothing (train on such "
+                "turns with allow_empty_answers=true)"
+            )
+
+
 __getattr__ = former_names(__name__)

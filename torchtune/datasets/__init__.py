@@ -9,7 +9,7 @@ The way of a row from its file to the model, in the order of reading:
 4. ``_tokenized``: ``prepare_rows`` takes token rows from the cache (``_row_cache``) or tokenizes all rows in several
    processes (``_processes``).
 5. ``torchtune.data._to_messages``: the row becomes messages; their masks say what is trained on.
-6. ``torchtune.tokenizers._hf_model_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
+6. ``torchtune.tokenizers._hf_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
 7. ``_tokenized``: ``shifted_labels`` turns tokens and mask into labels; ``_token_store`` keeps both.
 8. ``torchtune.data._loader``: ``BatchLoader`` reads the rows of a step, and ``torchtune.data._collate`` joins them to a
    ``torchtune.data._batch.Batch``, from which the recipe computes the loss (``torchtune.modules.loss``).

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import check_read_in_preview, limit_to_preview
 from torchtune.datasets._data_files import (
     FileRows,
     file_names,
@@ -26,7 +27,6 @@ from torchtune.datasets._data_files import (
 )
 from torchtune.datasets._file_formats import LOADERS
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import check_read_in_preview, limit_to_preview
 from torchtune.utils import first_line
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
@@ -58,6 +58,23 @@ class TableRows:
     def select(self, indices: Sequence[int]) -> "TableRows":
         """Return the rows at ``indices``."""
         return type(self)(self.table.select(indices))
+
+
+class EncodedRows(TableRows):
+    """Rows of a ``datasets.Dataset`` in which images stay encoded, as ``{"bytes", "path"}``.
+
+    Args:
+        table: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(table.with_format("arrow"))
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return without_added_nulls(self.table[index].to_pylist()[0])
 
 
 def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,14 +156,24 @@ class RowSource:
             self._source = str(source)
             self.name = str(kwargs.get("data_files") or source)
 
-    def rows(self) -> Any:
-        """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
+    def rows(self, *, encoded_images: bool = False) -> Any:
+        """Load the rows at the first call and return them.
+
+        Args:
+            encoded_images: leave the images of a ``datasets.Dataset`` as bytes or paths, instead of decoding them.
+
+        Raises:
+            DataError: see :func:`load_rows`.
+        """
         if self._is_in_memory:
             check_read_in_preview(self.name, is_remote=False)  # a check of settings has no tokenizer
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
-        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())  # of a datasets.Dataset
+        is_table = hasattr(rows, "with_format") and hasattr(rows, "features")  # a datasets.Dataset
+        if is_table and encoded_images:
+            return EncodedRows(rows)
+        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())
         has_mappings = any("struct<" in str(field.type) for field in schema)
         if has_mappings:
             return TableRows(rows)
