@@ -238,7 +238,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
                 f"{file}: it holds '{name}', which the model in the run's config does not adapt: adapt the layers that "
                 f"its {ADAPTER_CONFIG_FILE} lists."
             )
-        weights.load(name, tensor, file, device, dtype)
+        weights.load_value(name, tensor, file, device, dtype)
         loaded.add(name)
     missing = sorted(expected - loaded)
     if missing:
@@ -360,7 +360,7 @@ def _load_owned_files(weights: ModelWeights, folder: Path, device: torch.device,
                 "saved with."
             )
         for name in names:
-            weights.load(name, files.read(name), path, device, dtype)
+            weights.load_value(name, files.read(name), path, device, dtype)
         loaded.update(names)
     return loaded
 

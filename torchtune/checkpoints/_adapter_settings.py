@@ -215,7 +215,8 @@ def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
 
 def module_of(weights: ModelWeights, name: str) -> str:
     """Return the path in ``transformers`` of the module with the weight ``name``."""
-    return weights.groups[name].external[0].removesuffix(".weight")
+    spec, description = weights.spec_and_description
+    return spec.weight_map("hf").external_module(name.removesuffix(".weight"), description)
 
 
 def init_from_base(settings: Mapping[str, Any]) -> str | None:

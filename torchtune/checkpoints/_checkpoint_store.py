@@ -30,10 +30,8 @@ from torchtune.checkpoints._export import (
     MAX_SHARD_BYTES,
     Contents,
     SaveView,
-    check_savable_tokenizer,
     contents_of,
     export_model,
-    write_extra_files,
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import ModelWeights, spec_and_description
@@ -49,6 +47,7 @@ from torchtune.checkpoints._resume import (
     with_bucket,
 )
 from torchtune.checkpoints._save import Job, Saver, TensorFile
+from torchtune.checkpoints._small_files import check_savable_tokenizer, write_extra_files
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
 from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
 from torchtune.models import build

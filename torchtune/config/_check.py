@@ -282,7 +282,8 @@ class Checker:
             return {}
         bound = dict(zip(signature.order, runtime_args.positional, strict=False))
         superfluous = runtime_args.positional[len(signature.order) :]
-        if superfluous and not signature.variadic and not signature.open:
+        # Without *args they have no parameter, whatever names **kwargs take.
+        if superfluous and not signature.variadic:
             extra = ", ".join(superfluous)
             self.document.add_mistake(path, f"{name} takes no argument for the {extra} that the recipe hands over")
         for keyword in runtime_args.keywords:

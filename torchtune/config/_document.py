@@ -484,7 +484,10 @@ def _remove(document: Document, keys: list[str]) -> None:
 UNRESOLVED = "\0"  # value of a reference that could not be resolved; the checks skip it
 _REFERENCE = re.compile(r"\$\{\s*(\.*[\w.\-]+)\s*\}")
 # The key of a reference in any form: ${key}, ${.key}, ${section[0].key}, ${section.${name}}, ${oc.select:key,default}.
-_ANY_REFERENCE = re.compile(r"""\$\{\s*(?:oc\.(?:select|dict\.keys|dict\.values)\s*:\s*["']?)?([^$\\{}():\s'",]+)""")
+# A name before a colon is a resolver's, as in ${oc.env:HOME}.
+_ANY_REFERENCE = re.compile(
+    r"""\$\{\s*(?:oc\.(?:select|dict\.keys|dict\.values)\s*:\s*["']?)?([^$\\{}():\s'",]+)(?![^$\\{}():\s'",]|\s*:)"""
+)
 # Limits of a config with its references resolved. Each reference takes about 0.1 ms.
 _MAX_REFERENCES = 20_000
 _MAX_CHARACTERS = 2**20

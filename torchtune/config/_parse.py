@@ -51,21 +51,6 @@ from torchtune.utils import (
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
 
-def find_config(config: str | Path) -> Path:
-    """Return the path of a config file or shipped config. Raises ``ConfigError`` if there is none."""
-    path = Path(config)
-    if path.is_file():
-        return path
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        from torchtune._recipe_registry import find_config as find_shipped_config
-
-        shipped = find_shipped_config(str(config))
-        if shipped is not None:
-            return Path(shipped)
-        raise ConfigError([Mistake("", str(config), "is neither a file nor a shipped config: see 'tune ls'")])
-    raise ConfigError([Mistake("", str(config), "there is no such file")])
-
-
 def load_and_check(
     config_path: str | Path, overrides: Sequence[str] = (), recipe: Callable[..., Any] | type | None = None
 ) -> Any:
@@ -83,7 +68,15 @@ def load_and_check(
     Raises:
         ConfigError: lists every mistake with file and line.
     """
-    document = read_document(find_config(config_path))
+    from torchtune._recipe_registry import find_config_file
+
+    file = find_config_file(str(config_path))
+    if file is None:
+        reason = "is neither a file nor a shipped config: see 'tune ls'"
+        if Path(config_path).suffix.lower() in (".yaml", ".yml"):
+            reason = "there is no such file"
+        raise ConfigError([Mistake("", str(config_path), reason)])
+    document = read_document(file)
     apply_overrides(document, overrides)
     _expand_home(document)
     if isinstance(document.data.get("recipe"), dict | list):

@@ -10,7 +10,7 @@ The way of a row from its file to the model, in the order of reading:
    ``_fingerprint``. If the cache does not have them, ``Tokenize`` converts all rows, in several processes
    (``_processes``), by the steps 5 to 7.
 5. ``torchtune.data._to_messages``: the row becomes messages; their masks say what is trained on.
-6. ``torchtune.tokenizers._hf_model_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
+6. ``torchtune.tokenizers._hf_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
 7. ``_sft``: ``SFTTransform`` has both steps, and turns tokens and mask into labels and their weights.
 8. ``_token_store``: the tokens and labels of all rows are in files, from which ``SFTDataset`` reads a row.
 9. ``torchtune.data._loader``: ``BatchLoader`` reads the rows of a step, and ``torchtune.data._collate`` joins them to a

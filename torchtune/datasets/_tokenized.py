@@ -3,7 +3,7 @@
 Labels are the tokens to predict at each position, or -100 where no token is trained on. A transform to messages masks
 turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these turns, and :func:`shifted_labels`
 turns tokens and mask into labels. Other places that decide on labels: ``datasets/_text_completion.py`` labels all
-tokens, ``tokenizers/_hf_model_tokenizer.py`` masks the earlier turns of split conversations,
+tokens, ``tokenizers/_earlier_reasoning.py`` masks the earlier turns of split conversations,
 ``models/_image_transform.py`` masks turns with images, and ``rlhf/_rollouts.py`` labels answers.
 """
 

@@ -23,6 +23,7 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
+from tests.torchtune.models.families import FAMILIES
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.loss import LinearCrossEntropyLoss
@@ -116,6 +117,19 @@ def test_new_rows_are_trained_saved_and_resumed(shape, tmp_path):
     close(logits(in_transformers(merged)), expected)
     close(logits(in_peft(base_of_peft(shape), merged / "adapter")), expected)
     close(logits(load(merged)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_new_rows_of_a_family_whose_modules_have_other_names_than_its_files_are_read_by_peft(tmp_path):
+    family, options = FAMILIES["nemotron_h"][:2]
+    store, model = started(write_folder(tmp_path / "in", (family, options)), LoRA(2, 4, attn_modules=["q_proj"]))
+    fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+    with torch.no_grad():
+        model.tok_embeddings.new_rows.normal_()
+    saved = store.save("epoch_0", model, contents="adapter")
+    hf = hf_model((family, options))
+    hf.resize_token_embeddings(ROWS, mean_resizing=False)
+    close(logits(in_peft(hf, saved)), logits(model))
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
