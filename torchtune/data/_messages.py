@@ -239,7 +239,7 @@ def as_message(value: MessageLike) -> Message:
     if name == "function_call":  # the content is the call
         calls = [*calls, *call_of_text(content)]
         content = None
-    extra = {key: item for key, item in extra.items() if key != "tool_calls"}
+    extra = {key: item for key, item in extra.items() if key != "tool_calls"}  # they are in `calls`, in one form
     for key, item in value.items():
         if key not in _READ_FIELDS and item is not None:
             extra[key] = item

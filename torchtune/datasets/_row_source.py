@@ -147,7 +147,8 @@ class RowSource:
         self._kwargs = kwargs.copy()
         self._rows: Any = None  # unfiltered rows in memory, or loaded and filtered rows
         self._is_in_memory = not isinstance(source, str | Path)
-        # A call, so that configs are checked against the arguments of `load_rows`.
+        # Rows of a name are loaded when they are needed: a run whose token rows are cached reads none. But the call of
+        # `load_rows` is made here: the check of a config follows **kwargs into the calls of a function, not its copies.
         self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
         if self._is_in_memory:
             self._rows = _rows_in_memory(source, kwargs.copy())

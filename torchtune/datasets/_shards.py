@@ -158,7 +158,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
     missing: list[Shard] = []
     unreadable: list[Shard] = []
     for shard in shards:
-        path = shard.folder(output) / _MANIFEST
+        path = shard.folder(output) / _MANIFEST  # written last: a shard without it is not complete
         if not path.is_file():
             missing.append(shard)
             continue
@@ -203,6 +203,7 @@ def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]])
         if fingerprints[shard] == most_frequent:
             continue
         differences = []
+        # Datasets that only one of both shards has are not compared: without another difference, their number is it.
         for record, agreed in zip(manifest["datasets"], manifests[agreeing]["datasets"], strict=False):
             differences += differences_of(record["made_of"], agreed["made_of"])
         described = "another number of datasets"

@@ -302,12 +302,12 @@ def prepare_rows(
         DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
         ShardWritten: a shard was prepared (:func:`preparing_shard`).
     """
-    shard = current_shard()
+    shard = current_shard()  # None in a run: set while `tune data prepare --shard` prepares a part of the rows
     fingerprint = Fingerprint(depends_on)
     source.add_to(fingerprint)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
     with cache_entry(fingerprint, source.name, source.prepared) as entry:
-        if entry.writer is not None:
+        if entry.writer is not None:  # the cache does not have the rows yet
             rows = source.rows(encoded_images=encoded_images)
             bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
             numbers = range(len(rows))
