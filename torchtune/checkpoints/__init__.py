@@ -11,6 +11,8 @@ One word per thing, in this package and its messages:
   **TensorGroup**: the external tensors of a group, to write. **Op**: the conversion between the tensors of a group.
 - **spec**: a full tensor on the meta device, for its shape and dtype. (A ``ModelSpec`` is that of a family.)
 - **slice**: one range per dimension of a full tensor. **Shard**: the slice of one rank, with its values.
+  **ExternalSlice**: the slice of an external tensor that holds part of a slice of a weight. **TensorSlice**: a slice of
+  an external tensor with its values, to write.
 - **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Reader**: reads
   a slice of one weight from its files into a tensor. **Shard file**: one of several files that hold a model.
 - **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
@@ -41,6 +43,10 @@ And back into a file:
    of this rank, the slices of external tensors that it contributes.
 3. ``_save``: ``Saver.save`` sends the slices to the rank that writes the file, group by group.
 4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.
+
+Beside this way: ``_adapter`` and ``_adapter_settings`` (PEFT's layout), ``_small_files`` (config, tokenizer),
+``_quantized_files``, ``_gguf`` and ``_quantize`` (other formats), ``_state`` and ``_resume`` (training state, resume),
+``_bucket`` (object stores), ``_full_state_dicts`` (interface of copied recipes).
 """
 
 from torchtune._lazy import attach_stub

@@ -490,6 +490,7 @@ def adapter_tensors(
         settings.pop(key, None)
     settings |= fields
     settings["trainable_token_indices"] = token_indices(view)
+    # With "pissa" or "olora", peft subtracts the initial adapter from the base, too; True leaves the base unchanged.
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
     if view.trained_whole:
         trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)

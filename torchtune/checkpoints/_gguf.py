@@ -610,7 +610,7 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     vocab = dict(model["vocab"])
     for text, token in added_tokens.items():
         vocab[text] = token["id"]
-    # The model may have more rows than the tokenizer has tokens.
+    # The model may have more rows than the tokenizer has tokens; llama.cpp's converter gives them these names.
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [_UNUSED] * vocab_size
     for text, index in vocab.items():
@@ -630,13 +630,15 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     for merge in model["merges"]:
         is_pair = not isinstance(merge, str)  # in newer files; text in older ones
         merges.append(" ".join(merge) if is_pair else merge)
+    # A post-processor with a template puts BOS before every text.
+    adds_bos = "TemplateProcessing" in json.dumps(contents.get("post_processor"))
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.merges": merges,
-        "tokenizer.ggml.add_bos_token": "TemplateProcessing" in json.dumps(contents.get("post_processor")),
+        "tokenizer.ggml.add_bos_token": adds_bos,
         **_tokenizer_settings(folder, vocab),
     }
 

@@ -199,6 +199,7 @@ class ModelSource:
         files = self.open(model)
         weights = ModelWeights(model)
         self.enclosing_checkpoint(model)  # opened now: the folder may be gone when the model is saved
+        # GGUF files have the tokenizer inside; one beside them comes first.
         if not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files = files.tokenizer_files()
             self._token_ids = files.special_token_ids()
@@ -216,6 +217,7 @@ class ModelSource:
             add_new_tokens(model, adapter)
             weights = ModelWeights(model)  # with the parameters of new tokens
             load_adapter(weights, adapter, device, dtype)
+            # The file of an adapter also has the weights that were trained whole, such as a classifier's new head.
             return weights.parameters.keys() - new_weights.difference(weights.trained_whole)
         split_off = set()  # parameters of adapters that were split off the base weights
         for name in split_layers:
@@ -766,6 +768,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
+    # Adapters such as DoRA's magnitude are computed from the weight of their layer, which is gathered for them.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}

@@ -345,13 +345,13 @@ class ModelWeights:
             dtype: dtype for parameters on the meta device, unless a conversion stores the weight in other parameters;
                 unchanged by default.
         """
-        if name in self.split_layers:
+        if name in self.split_layers:  # the initial adapter is computed from the full weight
             spec = self.specs[name]
             return full_slices(spec.shape), torch.empty_like(spec, dtype=dtype, device=device)
         if name not in self.stored_weights:
             return self._local_shard(name, device, dtype)
         _, stored_weight = self.stored_weights[name]
-        rows = slice(0, stored_weight.shape[0])
+        rows = slice(0, stored_weight.shape[0])  # of a conversion that needs the full weight
         if stored_weight.by_rows:
             # From the first row to the last that any of the parameters needs.
             row_slices = []
@@ -439,7 +439,7 @@ class ModelWeights:
         Rows of new tokens, which are trained in another parameter, are not compared.
         """
         num_rows = value.shape[0]
-        if name in self.new_rows:
+        if name in self.new_rows:  # the last rows
             _, token_ids = self.new_rows[name]
             num_rows -= len(token_ids)
         tensors = {name: value}

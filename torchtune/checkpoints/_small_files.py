@@ -137,7 +137,8 @@ def config_of(
     configs = [config]
     if is_composite:
         configs += [config["text_config"], config["vision_config"]]
-    else:
+        config["text_config"]["vocab_size"] = vocab_size
+    if not is_composite or "vocab_size" in config:  # some composite models repeat it
         config["vocab_size"] = vocab_size
     dtype_name = str(dtype).removeprefix("torch.")
     if "torch_dtype" not in config:  # the spelling of older files
