@@ -20,6 +20,9 @@ def test_cluster_and_memory_texts_are_parsed():
     assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
     assert parse_memory("80GiB") == 80 * 2**30
     assert parse_memory("24GB") == 24e9
+    for text in ("", "lots", "0GB", "80TB"):
+        with pytest.raises(UserError, match="give the memory of a device, for example 80GiB"):
+            parse_memory(text)
 
 
 @pytest.mark.parametrize(
