@@ -131,6 +131,7 @@ def estimate_run(
             choices = choose_layers(models, _group(cfg), ends=ends, first=first)
         runs = []
         for weight, layers in choices:
+            # All micro-batches of a step need the same work and memory: one stands for them.
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
             runs.append((weight, observer))
     depth = _depth(models["model"])

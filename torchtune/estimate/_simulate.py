@@ -250,7 +250,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         "MASTER_ADDR": "simulated",
         "MASTER_PORT": "1",
     }
-    new_group = dist.new_group
+    new_group = dist.new_group  # torch's own functions, which are replaced below
     destroy = dist.destroy_process_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
@@ -269,6 +269,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
         stack.callback(destroy)
+        # Meshes of another cluster may be equal to this one's, and have other process groups: before and after.
         forget_meshes()
         stack.callback(forget_meshes)
         for name, function in changed.items():

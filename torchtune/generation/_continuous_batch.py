@@ -538,24 +538,24 @@ class Batch:
                 first_layer_keys, _ = request.past[0]  # [n_kv, s, hd]
                 num_known = first_layer_keys.shape[1]
             new = max(new, len(request.tokens) - num_known)
-        count = len(self._rows) - len(newcomers)
+        num_earlier = len(self._rows) - len(newcomers)  # rows of the batch before the new ones
         columns = torch.arange(stop - new, stop, device=self._device)  # [new]
-        starts = self._starts[count:, None]  # [m, 1]
-        input_pos = columns - starts + self._offsets[count:, None]  # [m, new]
+        starts = self._starts[num_earlier:, None]  # [m, 1]
+        input_pos = columns - starts + self._offsets[num_earlier:, None]  # [m, new]
         saves_nothing = new * len(newcomers) >= sum(lengths)
         if saves_nothing or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         # This path runs text alone: an image whose tokens are among the new columns needs its encoder.
         if any(len(request.tokens) - new < request.images_end for request in newcomers):
             return None
-        for row, request in enumerate(newcomers, count):
+        for row, request in enumerate(newcomers, num_earlier):
             for cache, past in zip(self._caches, request.past or [], strict=False):
                 cache.write(row, self._rows[row].start, *past)
         first = stop - max(lengths)
         keys = torch.arange(first, stop, device=self._device)  # [t]
         mask = (keys >= starts[..., None]) & (keys <= columns[:, None])  # [m, 1, t] & [new, t] -> [m, new, t]
-        x = self._tokens[count : len(self._rows), columns]  # [m, new]
-        return self._run(x, input_pos, mask, None, Place(count, first, stop - new))
+        x = self._tokens[num_earlier : len(self._rows), columns]  # [m, new]
+        return self._run(x, input_pos, mask, None, Place(num_earlier, first, stop - new))
 
     def _run_whole(self, row: int, first: int, end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
