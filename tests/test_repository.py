@@ -16,9 +16,8 @@ import pytest
 import tomllib
 import yaml
 
-from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._lazy import modules_in
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import RecipeTarget, get_all_recipes
 
 ROOT = Path(__file__).parents[1]
 

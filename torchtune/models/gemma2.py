@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, model_builders
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, all_but_every
@@ -115,6 +115,15 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
+gemma2_2b = BUILDERS["gemma2_2b"]
+lora_gemma2_2b = BUILDERS["lora_gemma2_2b"]
+qlora_gemma2_2b = BUILDERS["qlora_gemma2_2b"]
+gemma2_9b = BUILDERS["gemma2_9b"]
+lora_gemma2_9b = BUILDERS["lora_gemma2_9b"]
+qlora_gemma2_9b = BUILDERS["qlora_gemma2_9b"]
+gemma2_27b = BUILDERS["gemma2_27b"]
+lora_gemma2_27b = BUILDERS["lora_gemma2_27b"]
+qlora_gemma2_27b = BUILDERS["qlora_gemma2_27b"]
 
 
 def _describe(
@@ -162,18 +171,8 @@ COMPONENTS = component_builders(
     sliding_window_size=4096,
     query_pre_attn_scalar=None,
 )
-# The builders that these tables make, for editors and type checkers.
-gemma2_2b: Builder
-lora_gemma2_2b: Builder
-qlora_gemma2_2b: Builder
-gemma2_9b: Builder
-lora_gemma2_9b: Builder
-qlora_gemma2_9b: Builder
-gemma2_27b: Builder
-lora_gemma2_27b: Builder
-qlora_gemma2_27b: Builder
-gemma2: Builder
-lora_gemma2: Builder
+gemma2 = COMPONENTS["gemma2"]
+lora_gemma2 = COMPONENTS["lora_gemma2"]
 
 
 def gemma2_hf_to_tune(

@@ -6,7 +6,7 @@ Models are dense, have experts in parallel to the feed-forward, or have embeddin
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, ModelError, ProportionalRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, all_but_every, format_value, layers_of_type
@@ -292,18 +292,17 @@ SIZES = {
     "gemma4_31b": _31B,
 }
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-gemma4_e2b: Builder
-lora_gemma4_e2b: Builder
-qlora_gemma4_e2b: Builder
-gemma4_e4b: Builder
-lora_gemma4_e4b: Builder
-qlora_gemma4_e4b: Builder
-gemma4_26b_a4b: Builder
-lora_gemma4_26b_a4b: Builder
-qlora_gemma4_26b_a4b: Builder
-gemma4_31b: Builder
-lora_gemma4_31b: Builder
-qlora_gemma4_31b: Builder
+gemma4_e2b = BUILDERS["gemma4_e2b"]
+lora_gemma4_e2b = BUILDERS["lora_gemma4_e2b"]
+qlora_gemma4_e2b = BUILDERS["qlora_gemma4_e2b"]
+gemma4_e4b = BUILDERS["gemma4_e4b"]
+lora_gemma4_e4b = BUILDERS["lora_gemma4_e4b"]
+qlora_gemma4_e4b = BUILDERS["qlora_gemma4_e4b"]
+gemma4_26b_a4b = BUILDERS["gemma4_26b_a4b"]
+lora_gemma4_26b_a4b = BUILDERS["lora_gemma4_26b_a4b"]
+qlora_gemma4_26b_a4b = BUILDERS["qlora_gemma4_26b_a4b"]
+gemma4_31b = BUILDERS["gemma4_31b"]
+lora_gemma4_31b = BUILDERS["lora_gemma4_31b"]
+qlora_gemma4_31b = BUILDERS["qlora_gemma4_31b"]
 
 __all__ = ["SPEC", *BUILDERS]

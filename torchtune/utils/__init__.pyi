@@ -17,17 +17,14 @@ from ._errors import ObserverGuard as ObserverGuard
 from ._errors import UserError as UserError
 from ._files import AppendedFile as AppendedFile
 from ._files import ForeignPathError as ForeignPathError
-from ._files import WriteError, cache_root, check_surrogates, clear_leftovers, convert_os_errors
+from ._files import WriteError, cache_root, check_writable_folder, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
 from ._files import explain_file_limits as explain_file_limits
 from ._files import explain_os_error as explain_os_error
 from ._files import fsync_directory as fsync_directory
-from ._files import read_json as read_json
 from ._files import refuse_path_of_other_user as refuse_path_of_other_user
-from ._files import valid_json as valid_json
-from ._files import write_json as write_json
 from ._folder_lock import FolderLock as FolderLock
 from ._heartbeat import LOOP_PHASES as LOOP_PHASES
 from ._heartbeat import Activity as Activity
@@ -36,6 +33,10 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
+from ._json import RepeatedKeyError, check_surrogates, decode_json, object_of_pairs
+from ._json import read_json as read_json
+from ._json import valid_json as valid_json
+from ._json import write_json as write_json
 from ._logging import AGENT_VARIABLE as AGENT_VARIABLE
 from ._logging import GRACE_VARIABLE as GRACE_VARIABLE
 from ._logging import LOST_RANK as LOST_RANK

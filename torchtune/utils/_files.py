@@ -1,4 +1,4 @@
-"""Files: written completely or not at all, grown line by line, read and written as JSON; paths of other users.
+"""Write files and directories that are either complete or absent, and files of lines that grow; refuse others' paths.
 
 An atomic write makes a temporary file in the same directory, flushes it to disk and renames it to the final name. If
 the process dies or the disk is full, the old file stays.
@@ -6,13 +6,12 @@ the process dies or the disk is full, the old file stays.
 
 import errno
 import functools
-import json
-import math
 import os
 import re
 import resource
 import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -21,8 +20,6 @@ from typing import IO, Any
 
 from torchtune.utils._errors import UserError
 from torchtune.utils._logging import get_logger
-
-_MAX_JSON_BYTES = 64 * 2**20  # the index of the largest published models has 9 MB
 
 
 def fsync_directory(path: str | Path) -> None:
@@ -115,6 +112,23 @@ def explain_file_limits() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise explain_os_error(error, Path(error.filename or "A file")) from error
+
+
+def check_writable_folder(folder: Path) -> None:
+    """Check that new folders can be made in a folder, which need not exist; leave nothing behind.
+
+    Permissions do not tell: root has all of them, but /proc takes no folders. A folder with a random name is made and
+    removed, not ``folder`` itself, because other machines may check or begin to use the same folder at the same time.
+
+    Raises:
+        OSError: nothing can be made in the folder, or the folder cannot be made.
+    """
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    for name in folder.relative_to(existing).parts:
+        with suppress(FileNotFoundError):
+            os.stat(existing / name)  # raises if the name is too long for this file system
+    os.rmdir(tempfile.mkdtemp(prefix=".torchtune.", suffix=".tmp", dir=existing))
 
 
 @contextmanager
@@ -271,85 +285,6 @@ def append_line(path: Path, line: str) -> None:
             file.write_line(line)
     except OSError as error:
         get_logger().warning(str(explain_os_error(error, path)))
-
-
-def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Args:
-        path: the file.
-        error: class of the error to raise.
-
-    Raises:
-        UserError: (of class ``error``) the file is missing, unreadable, larger than 64 MiB, or not a JSON object.
-
-    Example:
-        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
-        >>> torchtune.utils.read_json(folder / "a.json")
-        {'a': 1}
-    """
-    try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise error(f"{path} is not a file, where a few lines of JSON are expected: download it again.")
-        if size > _MAX_JSON_BYTES:
-            raise error(f"{path} has {size:,} bytes, where a few lines of JSON are expected: download it again.")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as caught:
-        raise error(f"There is no file {path}: download it, or correct the path.") from caught
-    except RecursionError as caught:
-        raise error(f"{path} is not valid JSON (it is nested too deeply): download it again.") from caught
-    except (OSError, ValueError) as caught:
-        if isinstance(caught, error):
-            raise
-        reason = str(caught).rstrip(".")
-        raise error(f"{path} is not valid JSON ({reason}): download it again.") from caught
-    if not isinstance(value, dict):
-        raise error(f"{path} holds a {type(value).__name__} where an object is expected: download it again.")
-    return value
-
-
-def valid_json(value: Any) -> Any:
-    """Replace NaN and infinite numbers by ``None``, which JSON can represent.
-
-    Example:
-        >>> torchtune.utils.valid_json({"loss": float("nan")})
-        {'loss': None}
-    """
-    if isinstance(value, dict):
-        return {key: valid_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [valid_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON (indent 2, final newline), atomically.
-
-    Example:
-        >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
-        >>> torchtune.utils.read_json(folder / "a.json")
-        {'a': 1}
-    """
-    with atomic_write(path, "w") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-
-
-def check_surrogates(value: Any) -> None:
-    """Check every text in plain data for lone surrogates; other objects are skipped.
-
-    Raises:
-        UserError: a text has half of a surrogate pair, which cannot be encoded; the message is only the reason.
-    """
-    try:
-        # JSON objects can't hold other objects, which are written as null; dicts may have keys that are not text.
-        json.dumps(value, ensure_ascii=False, default=lambda _: None, skipkeys=True).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):x}"
-        raise UserError(f"{half} is half of a character: write both halves, or neither") from error
 
 
 class ForeignPathError(UserError):

@@ -12,9 +12,10 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtune.utils._errors import UserError, first_line
-from torchtune.utils._files import atomic_directory, cache_root, explain_os_error, write_json
+from torchtune.utils._files import atomic_directory, cache_root, explain_os_error
 from torchtune.utils._folder_lock import FolderLock
 from torchtune.utils._heartbeat import sign_of_life
+from torchtune.utils._json import write_json
 
 # Bytes in memory at a time. S3 takes at most 10,000 parts: a file may have up to 160 GB.
 _CHUNK = 16 * 2**20

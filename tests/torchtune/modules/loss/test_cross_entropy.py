@@ -11,7 +11,6 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
 from torchtune.modules.loss import cross_entropy as implementation
-from torchtune.modules.loss.cross_entropy import cross_entropy
 from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import LoRA
 
@@ -246,8 +245,9 @@ def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
     target = torch.randint(0, 7000, (150,), generator=generator)
     factors = torch.rand(150, generator=generator)
     leaf = logits.clone().requires_grad_()
-    losses, *_ = cross_entropy(leaf * 1, target)
-    losses.backward(factors)
+    loss = LinearCrossEntropyLoss()
+    total, _ = loss.sum_and_count(leaf[None], target[None], nn.Identity(), weights=factors[None])
+    total.backward()
     softmax = logits.float().softmax(-1)
     gradient = (softmax - F.one_hot(target, 7000)).bfloat16()
     assert torch.equal(leaf.grad, (gradient.float() * factors[:, None]).bfloat16())
