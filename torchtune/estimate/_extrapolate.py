@@ -220,6 +220,7 @@ def choose_layers(
         # Both simulations keep the remainder, the second also the quotient.
         return sum(2 * (count % factor) + count // factor for count in counts)
 
+    # The factor with the fewest simulated groups. One above all counts leaves the difference empty.
     factor = min(range(1, max(counts, default=0) + 2), key=count_simulated)
 
     def keep(times: int) -> Kept:
