@@ -79,6 +79,12 @@ def test_expert_parallelism_is_tried_only_with_experts():
     ]
 
 
+def test_every_doubling_of_a_dimension_is_slower():
+    slowdowns = candidates({"expert_parallel_dim": 2}, 8, has_experts=True)
+    assert list(slowdowns) == [(), ("expert_parallel_dim=4",), ("expert_parallel_dim=8",)]
+    assert list(slowdowns.values()) == pytest.approx([1, 1.02, 1.02**2])
+
+
 def test_tiles_of_feed_forward_layers_are_tried_for_long_rows_only():
     adapter = {"_component_": "torchtune.modules.peft.LoRA", "rank": 8}
     settings = {"model_converters": [adapter], "tokenizer": {"max_seq_len": 16_384}}
