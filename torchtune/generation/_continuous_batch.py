@@ -356,10 +356,10 @@ class Batch:
             return self._prefill(newcomers)
         if not self._rows:
             # This rank is finished and others are not: run one token for the collectives.
-            self._fit(1, 1)
+            self._make_room(1, 1)
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             return self._run(tokens, tokens, None, None, Place()), []
-        self._fit(0, max(row.limit - row.count for row in self._rows))
+        self._make_room(0, max(row.limit - row.count for row in self._rows))
         first = min(row.start for row in self._rows)
         # On the host, which would wait for positions on the device.
         positions = [self._end - 1 - row.start + row.offset for row in self._rows]
@@ -493,7 +493,7 @@ class Batch:
         room = max(request.limit for request in newcomers)
         for row in self._rows:
             room = max(room, row.limit - row.count)
-        self._fit(longest + 1, room)
+        self._make_room(longest + 1, room)
         stop = self._end - 1  # the last column stays free for the first new token
         rows = []
         for index, request in enumerate(newcomers, count):
@@ -673,8 +673,8 @@ class Batch:
         for cache in self._caches:
             cache.copy_rows(source, target, first, self._end)
 
-    def _fit(self, end: int, room: int) -> None:
-        """Make the rows end at column ``end`` or later, with a free column after it.
+    def _make_room(self, end: int, room: int) -> None:
+        """Move the rows to end at column ``end`` or later, with a free column after it, and set up the caches once.
 
         Args:
             end: columns needed for the prompts of new rows.
@@ -837,7 +837,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that removes the model's KV caches and restores them on exit."""
+    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit."""
     attentions = attention_modules(model)
     caches = [(module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)
