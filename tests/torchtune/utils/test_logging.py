@@ -185,8 +185,9 @@ def test_a_deprecated_function_and_parameter():
     def g(new=0, old=None):
         return new
 
-    with pytest.warns(FutureWarning, match="f is deprecated"):
+    with pytest.warns(FutureWarning, match="f is deprecated") as of_function:
         assert f() == 1
     assert g(2) == 2
-    with pytest.warns(FutureWarning, match="old is deprecated for g"):
+    with pytest.warns(FutureWarning, match="old is deprecated for g") as of_parameter:
         g(2, 3)
+    assert of_function[0].filename == of_parameter[0].filename == __file__, "the caller has to change the line"
