@@ -18,9 +18,9 @@ import yaml
 
 import torchtune
 from torchtune._cli._export import Check, Trained, check_files, find_trained
-from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli._processes import call_in_child_process
 from torchtune._cli.run import run_here
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
 from torchtune.evaluation import EvaluationError

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtune._cli._find_recipe import find_checkpoint
+from torchtune._cli.subcommand import find_checkpoint
 from torchtune._hub import find_folder
 from torchtune._recipe_registry import current_name, recipe_of
 from torchtune.utils import UserError, cache_root, read_json

@@ -6,10 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from torchtune._cli._find_recipe import find_targets, recipe_named_by, resolve_config
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Subcommand, parse_command, require_config
-from torchtune._recipe_registry import recipe_of
+from torchtune._cli.run import parse_command, require_config
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import find_targets, recipe_named_by, recipe_of, resolve_config
 from torchtune.utils import UserError
 
 

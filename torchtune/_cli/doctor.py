@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtune._cli.subcommand import Subcommand
 from torchtune._hub import describe_access, hub_cache
-from torchtune.utils import UserError, first_line
+from torchtune.utils import UserError, check_writable_folder, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -187,16 +187,19 @@ def _disks(output: Path, findings: Findings) -> list[str]:
     for use, folder in (("runs", output), ("rows", cache_path()), ("hub", hub_cache())):
         folder = folder.absolute()
         # The folder may not be there yet: the disk is that of the nearest folder above it.
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         free = shutil.disk_usage(existing).free
         kind = _file_system(existing)
         line = f"{use}: {folder}, {free / 2**30:.1f} GiB free"
         if kind:
             line += f", {kind}"
         lines.append(line)
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            findings.problems.append(f"{use}: {existing} may not be written to: choose another folder")
-        elif free < _SMALL_DISK:
+        try:
+            check_writable_folder(folder)
+        except OSError as error:
+            reason = f"{existing} may not be written to ({error.strerror})"
+            findings.problems.append(f"{use}: {reason}: choose another folder")
+        if free < _SMALL_DISK:
             findings.warnings.append(
                 f"{use}: {free / 2**30:.1f} GiB free: a checkpoint needs 2 bytes a parameter or more"
             )

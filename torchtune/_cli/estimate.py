@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli._find_recipe import RecipeTarget, find_targets, recipe_named_by
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Command, Subcommand, parse_command, require_config
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli.subcommand import Subcommand
+from torchtune._recipe_registry import RecipeTarget, find_targets, get_all_recipes, recipe_named_by
 from torchtune.utils import UserError
 
 _GIB = 2**30

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torchtune
-from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._cli._shorthands import dataset_node
 from torchtune._cli.subcommand import (
     CHECKPOINT,
@@ -15,6 +14,7 @@ from torchtune._cli.subcommand import (
     add_placement,
     check_least,
     check_most,
+    find_checkpoint,
     shared_by_processes,
 )
 from torchtune.utils import UserError, valid_json, write_json

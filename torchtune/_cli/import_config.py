@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtune import config
-from torchtune._cli._find_recipe import recipe_named_by
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import find_config
+from torchtune._recipe_registry import find_config, recipe_named_by
 from torchtune.utils import UserError, atomic_write, read_json
 
 if TYPE_CHECKING:

@@ -4,9 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from torchtune._cli._find_recipe import resolve_recipe
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import get_all_recipes, resolve_recipe
 
 
 class Schema(Subcommand):

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torchtune.checkpoints._weight_files import CheckpointError
-from torchtune.utils import atomic_directory, get_logger, log_once
+from torchtune.utils import atomic_directory, check_writable_folder, get_logger, log_once
 
 MARKER = ".complete"
 STATE_DIR = "state"
@@ -377,26 +377,24 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
                 f"output_dir: {output_dir} is inside checkpoint_dir ({checkpoint_dir}): choose a folder outside, so "
                 "that the base model stays as it is."
             )
-    if output_dir.exists() and not output_dir.is_dir():
+    if os.path.exists(output_dir) and not os.path.isdir(output_dir):
         raise CheckpointError(f"output_dir: {output_dir} is a file: choose a folder.")
     for path in (output_dir, *output_dir.parents):
-        if path.is_symlink() and not path.exists():
+        if os.path.islink(path) and not os.path.exists(path):
             raise CheckpointError(
                 f"output_dir: {path} is a link to {os.readlink(path)}, which is not there: make that folder, or choose "
                 "another output_dir."
             )
+    try:  # now rather than at the first save
+        check_writable_folder(output_dir)
+    except OSError as error:
+        raise CheckpointError(
+            f"output_dir: no folder can be made in {output_dir} ({error.strerror}): choose another output_dir."
+        ) from error
     # An incomplete checkpoint counts, too: nothing is overwritten.
     checkpoints = complete_directories(output_dir) or sorted(named_directories(output_dir))
     if checkpoints and not resume:
         raise CheckpointError(
             f"output_dir: {output_dir} already holds a run ({checkpoints[-1].name}): set resume_from_checkpoint=True "
             "to go on with it, or choose another output_dir."
-        )
-    # The nearest existing folder must be writable: check now rather than at the first save.
-    absolute = output_dir.absolute()
-    existing = next(path for path in (absolute, *absolute.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"output_dir: {output_dir} cannot be made, because {existing} is not a folder that this process may write "
-            "to: choose another output_dir."
         )

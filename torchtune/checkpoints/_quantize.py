@@ -9,12 +9,14 @@ import torch
 import yaml
 from torch import nn
 
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, config_of, write_tensors
-from torchtune.checkpoints._gguf_convert import export_gguf
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, write_tensors
+from torchtune.checkpoints._gguf import export_gguf
 from torchtune.checkpoints._load import ModelSource, detect_format
 from torchtune.checkpoints._model_weights import spec_and_description
+from torchtune.checkpoints._quantized_files import PACKED, SHAPE
 from torchtune.checkpoints._save import TensorGroup, TensorSlice
-from torchtune.checkpoints._weight_files import PACKED, SCALE, SHAPE, CheckpointError, WeightFiles, read_json
+from torchtune.checkpoints._small_files import config_of
+from torchtune.checkpoints._weight_files import SCALE, CheckpointError, WeightFiles, read_json
 from torchtune.models import Group
 from torchtune.modules import text_decoder
 from torchtune.modules.conversion import ConversionError, apply_conversions
@@ -222,7 +224,7 @@ def _read_slices(
 
 
 def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that store a weight, as ``_weight_files`` describes them."""
+    """Return the tensors that store a weight, as ``_quantized_files`` describes them."""
     values, scale = quantizer.quantized(weight)
     if storage_format != "pack-quantized":
         return {name: values, name + SCALE: scale}

@@ -184,17 +184,24 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """Arguments of a callable: ``order`` lists positional arguments; with ``open``, any name is accepted.
+    """Arguments of a callable.
 
-    ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. Names in the YAML must have an effect, but
-    runtime arguments of the recipe may be ignored. ``partial``: a package that is slow to import was not inspected.
+    Attributes:
+        named: arguments that can be passed by name.
+        order: names of the arguments that can be passed by position.
+        variadic: whether it has ``*args``.
+        takes_any_name: whether any other name may have an effect, because its ``**kwargs`` cannot be followed to their
+            end, or its signature cannot be read.
+        has_kwargs: whether it has ``**kwargs``, so that a call with any name succeeds. Names in the YAML must have an
+            effect, but runtime arguments of the recipe may be ignored.
+        partial: whether a package that is slow to import was left out.
     """
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     variadic: bool = False
-    open: bool = False
-    ignores_unknown: bool = False
+    takes_any_name: bool = False
+    has_kwargs: bool = False
     partial: bool = False
 
 
@@ -231,7 +238,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
-        return Accepts(open=True, variadic=True)
+        return Accepts(takes_any_name=True, variadic=True)
     accepted = Accepts()
     catch_all = None
     source = inspect.unwrap(_implementation(target)[0])
@@ -242,7 +249,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
             accepted.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
             catch_all = name
-            accepted.ignores_unknown = True
+            accepted.has_kwargs = True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 annotation = _evaluate_annotation(parameter, source)
@@ -305,13 +312,13 @@ def remaining(
         if name not in passed:
             named[name] = argument
     order = [name for name in inner.order[num_positional:] if name not in passed]
-    return Accepts(named, order, inner.variadic, inner.open, inner.ignores_unknown, inner.partial)
+    return Accepts(named, order, inner.variadic, inner.takes_any_name, inner.has_kwargs, inner.partial)
 
 
 def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, is_partial: bool) -> None:
     """Add to ``accepted`` the names that ``**catch_all`` of ``target`` may contain."""
     if depth >= _MAX_DEPTH:
-        accepted.open = True
+        accepted.takes_any_name = True
         return
     if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
         for name in _dataset_reader_arguments():
@@ -322,10 +329,10 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, i
     try:
         uses, imports = _read_source(function, catch_all)
     except (OSError, TypeError, SyntaxError, IndexError):  # no source, as of functions written in C
-        accepted.open = True
+        accepted.takes_any_name = True
         return
     if uses.unknown:
-        accepted.open = True
+        accepted.takes_any_name = True
         return
     if inspect.isclass(target):
         subject = target
@@ -342,12 +349,12 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, i
         try:
             callee, skipped = scope.callee(call)
         except (LookupError, AttributeError, InstantiationError, ValueError):
-            accepted.open = True
+            accepted.takes_any_name = True
             continue
         positional = [argument for argument in call.args[skipped:] if not isinstance(argument, ast.Starred)]
         keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
         inner = remaining(_accepts(callee, depth + 1, is_partial), len(positional), keywords)
-        accepted.open |= inner.open
+        accepted.takes_any_name |= inner.takes_any_name
         accepted.partial |= inner.partial
         if any(isinstance(argument, ast.Starred) for argument in call.args):  # *args are passed on
             accepted.order += [name for name in inner.order if name not in accepted.order]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
 from torchtune.data import DataError
-from torchtune.utils import UserError, check_surrogates, require
+from torchtune.utils import RepeatedKeyError, UserError, check_surrogates, decode_json, object_of_pairs, require
 
 # First bytes of a compressed file -> name of the format.
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -160,10 +160,12 @@ def parse_json(content: bytes) -> Any:
     """
     text = decode_line(content)
     try:
-        value = json.loads(text)
+        value = decode_json(text)
         if _SURROGATE.search(content):
             check_surrogates(value)
         return value
+    except RepeatedKeyError as error:
+        raise UserError(str(error)) from error
     except json.JSONDecodeError as error:
         zero_byte = text.find("\0")
         if zero_byte >= 0:
@@ -319,8 +321,12 @@ class JsonArray(JsonLines):
 
 
 def _parse_json_values(text: str) -> list[Any]:
-    """Return the JSON values of a text, one after the other; an empty list if there is anything else."""
-    decoder = json.JSONDecoder()
+    """Return the JSON values of a text, one after the other; an empty list if there is anything else.
+
+    Raises:
+        UserError: an object gives a key two values; the message is only the reason.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=object_of_pairs)
     values = []
     position = _WHITESPACE.match(text).end()
     try:
@@ -328,6 +334,8 @@ def _parse_json_values(text: str) -> list[Any]:
             value, position = decoder.raw_decode(text, position)
             values.append(value)
             position = _WHITESPACE.match(text, position).end()
+    except RepeatedKeyError as error:
+        raise UserError(str(error)) from error
     except (ValueError, RecursionError):
         return []
     return values
@@ -608,9 +616,11 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
         for _ in range(settings.get("skiprows", 0)):
             offset += len(file.readline())
             num_lines += 1
+        records = table.divide(file)
         header = None
-        for record, lines in table.divide(file):
-            if not has_header or header is not None:
+        while has_header and header is None:
+            record, lines = next(records, (b"", 0))
+            if not record:  # the end of the file
                 break
             line = f"{path}, line {num_lines + 1}"
             offset += len(record)
@@ -623,7 +633,7 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
                 _check_quoted_delimiter(line, record, dialect["delimiter"], settings)
                 raise DataError(f"{line}: {str(error).rstrip('.')}; correct the header.") from error
             _check_delimiter(line, header, settings)
-        if names is None:
+        if names is None:  # names that the user has set replace those of the header
             names = header
     return Table(names or (), dialect, table.encoding, start=(offset, num_lines))
 

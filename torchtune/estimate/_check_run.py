@@ -52,7 +52,7 @@ def check_run(cfg: Any, processes: int | None = None) -> None:
     """Check in about a second, before data is tokenized, that a run can start.
 
     The check covers the device, the output folder, the parallel dimensions, names and shapes in the checkpoint, data
-    files, and the packages of optimizer and logger. Nothing is loaded or written.
+    files, and the packages of optimizer and logger. Nothing is loaded, and no file is left behind.
 
     Args:
         cfg: settings of a recipe; see ``SettingsView`` for the names.

@@ -19,10 +19,9 @@ from torch import nn
 
 from torchtune.config import SettingsView
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
-from torchtune.estimate._observer import Observer, Work, magnitude
+from torchtune.estimate._observer import Observer, Work, magnitude, stacks
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
 from torchtune.estimate._simulate import Kept, simulate, simulated_cluster, simulated_kind
-from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
 from torchtune.training import OffloadActivations
 from torchtune.training.parallel import ParallelDims

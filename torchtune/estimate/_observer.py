@@ -14,18 +14,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
 from torchtune.estimate._ledger import Ledger, storages, weighted_sum
-from torchtune.estimate._simulated_inputs import stacks
-from torchtune.estimate._torch_private import (
+from torchtune.modules.model_fusion import ImageTextModel
+from torchtune.modules.transformer import text_decoder
+from torchtune.supervision import attention_pairs
+from torchtune.utils import (
     FakeTensor,
     TorchDispatchMode,
     fsdp_groups,
     group_named,
+    is_on_host,
     shape_propagation,
     tree_leaves,
     unset_fake_temporarily,
 )
-from torchtune.supervision import attention_pairs
-from torchtune.utils import is_on_host
 
 _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -82,6 +83,14 @@ class Work:
         for name in vars(total):  # all attributes are counters
             setattr(total, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
         return total
+
+
+def stacks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of a model that have ``layers``: its text decoder and its vision tower, by name."""
+    modules = {"text": text_decoder(model)}
+    if isinstance(model, ImageTextModel):
+        modules["vision"] = model.encoder
+    return {name: module for name, module in modules.items() if hasattr(module, "layers")}
 
 
 def magnitude(layer: torch.nn.Module) -> int:

@@ -1,6 +1,5 @@
 """Retrieval from a corpus: embeddings of texts, rerankers, and how well they rank the relevant texts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchtune.modules import Pooling, TransformerDecoder, pooled_embeddings
 from torchtune.rlhf.loss import pooled_scores
 from torchtune.tokenizers import end_of_text
 from torchtune.training.parallel import sequence_multiple
+from torchtune.utils import decode_json
 
 _PARTS = ("queries", "corpus", "relevant")
 
@@ -142,7 +142,7 @@ class EmbeddingSettings:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises :class:`EvaluationError` for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = decode_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path}: it cannot be read as JSON ({error}): correct it.") from error
     if not isinstance(content, dict):

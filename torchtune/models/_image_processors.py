@@ -17,7 +17,6 @@ from torchtune.utils import require
 # Mean and standard deviation of OpenAI's CLIP.
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_FILE = "preprocessor_config.json"
 # Filters, with Pillow's numbers.
 BICUBIC = 3
 BILINEAR = 2
@@ -80,32 +79,32 @@ class ImageProcessor:
         ``config`` also contains ``video_preprocessor_config.json``.
 
         Raises:
-            DataError: a field has a value that this processor does not support.
+            DataError: a field has a value that this processor does not support; the message is only the reason.
         """
         for field in ("do_resize", "do_rescale", "do_normalize"):
             if config.get(field, True) is not True:
-                raise DataError(f"{_FILE} has {field} = {config[field]}, which is not supported")
+                raise DataError(f"{field} = {config[field]} is not supported")
         for field in ("size", "max_image_size"):
             if not isinstance(config.get(field) or {}, Mapping):
-                raise DataError(f"{_FILE} has {field} = {format_value(config[field])}, which is not an object")
+                raise DataError(f"{field} = {format_value(config[field])} is not an object")
         factor = config.get("rescale_factor", 1 / 255)
         has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6
         if config.get("resample", cls.resample) != cls.resample or not has_factor:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
-            raise DataError(f"{_FILE}: only {name} and a factor of 1/255 are supported")
+            raise DataError(f"only {name} and a factor of 1/255 are supported")
         values: dict[str, Any] = {}
         for name, value in cls.read_sizes(config, model).items():
             if value is None:
                 continue
             if not isinstance(value, int) or value < 1:
-                raise DataError(f"{_FILE}: {name} is {format_value(value)}, which is not a positive whole number")
+                raise DataError(f"{name} = {format_value(value)} is not a positive whole number")
             values[name] = value
         for name, field in (("mean", "image_mean"), ("std", "image_std")):
             colors = config.get(field)
             if colors is None:
                 continue
             if not isinstance(colors, list | tuple) or len(colors) != 3 or not all(map(is_number, colors)):
-                raise DataError(f"{_FILE} has {field} = {format_value(colors)}, which is not three numbers")
+                raise DataError(f"{field} = {format_value(colors)} is not three numbers")
             values[name] = tuple(float(color) for color in colors)
         return cls(**values)
 
@@ -214,8 +213,8 @@ class TiledImageProcessor(ImageProcessor):
         side = (model.get("vision_config") or {}).get("image_size", cls.tower_tile)
         if processor.tile != side:
             raise DataError(
-                f"{_FILE} has tiles of {processor.tile} pixels, but the tower in config.json takes {side}: download "
-                "the checkpoint again"
+                f"tiles have {processor.tile} pixels, but the tower in config.json takes {side}: download the "
+                "checkpoint again"
             )
         return processor
 

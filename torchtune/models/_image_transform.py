@@ -262,15 +262,26 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     if not files:
         raise DataError(f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized: download it again.")
     settings = read_json(files[0], DataError)
-    video_file = folder / "video_preprocessor_config.json"
-    if video_file.is_file():
-        settings["video_processor"] = read_json(video_file, DataError)
     for name in ("image_processor", "video_processor"):
         if not isinstance(settings.get(name, {}), dict):
             raise DataError(f"{files[0]}: {name} is not an object: download it again.")
     # processor_config.json of transformers 5 nests the settings of the image processor.
     settings |= settings.get("image_processor", {})
-    processor = spec.image_processor(settings, config)
+    video_settings = settings.pop("video_processor", None)
+    video_place = f"{files[0]}: video_processor"
+    video_file = folder / "video_preprocessor_config.json"
+    if video_file.is_file():
+        video_settings = read_json(video_file, DataError)
+        video_place = str(video_file)
+    # First without videos, so that the error names the file of a setting that is not supported.
+    place = str(files[0])
+    try:
+        processor = spec.image_processor(settings, config)
+        if video_settings:
+            place = video_place
+            processor = spec.image_processor({**settings, "video_processor": video_settings}, config)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:
         raise DataError(f"{folder}: {files[0].name} and config.json have patches of different sizes.")
     path = str(folder / "tokenizer.json")

@@ -8,17 +8,18 @@ can be converted separately. Usually a group is one tensor on either side; a fus
 and several of ours; stacked experts are several external tensors and one of ours. Conversion is streamed: only
 incomplete groups are in memory.
 
-Reading::
+Reading from files, group by group, only the slice of each tensor that is needed::
 
-    spec.weight_map("hf").to_tune(iterator of (name, tensor), description)  # yields (our name, tensor)
+    for group in weight_map.select(names_in_files, description):
+        for name in group.tune:
+            group.read(name, slices, target, shapes, read_slice)  # fills target with a slice of our tensor
 
-or, with random access to the source, group by group::
+or from a stream of full tensors::
 
-    for group in weight_map.select(names_in_checkpoint, description):
-        for name, tensor in zip(group.tune, group.to_tune([read(n) for n in group.external])):
-            ...
+    weight_map.to_tune(iterator of (external name, tensor), description)  # yields (our name, tensor)
 
-Writing works the same with ``to_external``. For adapters, ``weight_map.peft()`` maps between our adapter names and
+Writing is the inverse: ``group.op.external_slices`` says where the slices of our tensors belong, and ``to_external``
+converts full tensors. For adapters, ``weight_map.peft()`` maps between our adapter names and
 PEFT's, derived from the same rows.
 """
 
@@ -49,7 +50,7 @@ Slices = tuple[slice, ...]
 
 def is_empty(slices: Slices) -> bool:
     """Return whether a slice is empty, for example a rank's shard if there are more ranks than rows."""
-    return any(part.stop <= part.start for part in slices)
+    return any(dim.stop <= dim.start for dim in slices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,7 +282,7 @@ class Group:
         slices: Slices,
         target: Tensor,
         shapes: Sequence[Sequence[int]],
-        source: Callable[[str, Slices], Tensor],
+        read_slice: Callable[[str, Slices], Tensor],
     ) -> None:
         """Fill ``target`` with a slice of one of our tensors, reading only the required data.
 
@@ -290,10 +291,12 @@ class Group:
             slices: the slice.
             target: tensor with the shape of the slice.
             shapes: shapes of the external tensors, in the order of ``external``.
-            source: reads a slice of an external tensor.
+            read_slice: reads a slice of an external tensor, by its name.
         """
-        for part in self.external_slices(name, slices, shapes):
-            part.fill(target, source(self.external[part.external], part.slices))
+        for external_slice in self.external_slices(name, slices, shapes):
+            external_name = self.external[external_slice.external]
+            value = read_slice(external_name, external_slice.slices)
+            external_slice.fill(target, value)
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
         """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""

@@ -47,7 +47,7 @@ class GemmaImageProcessor(ImageProcessor):
             mean = settings.get("image_mean") or [0.0] * 3
             std = settings.get("image_std") or [1.0] * 3
             if settings.get("do_normalize") and (mean, std) != ([0.0] * 3, [1.0] * 3):
-                raise DataError("preprocessor_config.json has do_normalize = True, which is not supported")
+                raise DataError("do_normalize = True with colors of its own is not supported")
         # The tower itself maps colors to the range from -1 to 1, which is the mean and std of this class.
         colors = {"do_normalize": True, "image_mean": None, "image_std": None}
         processor = super().from_config({**config, **colors}, model)

@@ -61,7 +61,7 @@ class QwenImageProcessor(ImageProcessor):
             return processor
         video = cls.from_config(video_config, model)
         if video_config.get("cap_pixels_per_frame") or video.colors != processor.colors:
-            raise DataError("the processor of videos has cap_pixels_per_frame or own colors, which are not supported")
+            raise DataError("cap_pixels_per_frame, and colors that differ from those of images, are not supported")
         return replace(processor, video=video)
 
     @classmethod

@@ -511,14 +511,22 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     else:
         text += f"not moved for {seconds} s, {position}"
         advice = f"its stack is in {log or 'its output'}"
-    waiting = sorted(beats.keys() - stalled)
-    if waiting and all(beats[rank].left == FINISHED for rank in waiting):
-        have = "has" if len(waiting) == 1 else "have"
-        text += f", while {list_ranks(waiting)} {have} finished"
-    elif waiting:
+    others = beats.keys() - stalled
+    waiting = [rank for rank in sorted(others) if not beats[rank].left]
+    finished = [rank for rank in sorted(others) if beats[rank].left == FINISHED]
+    failed = [rank for rank in sorted(others) if beats[rank].failed]
+    clauses = []
+    if waiting:
         last_beat = beats[waiting[-1]]
         verb = "waits" if len(waiting) == 1 else "wait"
-        text += f", while {list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}"
+        clauses.append(f"{list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}")
+    if finished:
+        have = "has" if len(finished) == 1 else "have"
+        clauses.append(f"{list_ranks(finished)} {have} finished")
+    if failed:  # beside a silent rank, which may be what it waited for
+        clauses.append(f"{list_ranks(failed)} ended with {beats[failed[0]].left}")
+    if clauses:
+        text += f", while {' and '.join(clauses)}"
     return f"{text[0].upper()}{text[1:]}: {advice}."
 
 

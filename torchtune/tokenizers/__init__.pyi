@@ -10,9 +10,9 @@ from ._family_layouts import IM_END, IM_START, ChatMLTurns, HeaderTurns, InstTur
 from ._files import MISSING_TOKENIZER, explain_unknown_tokens, is_tokenizer_file, missing_new_tokens
 from ._files import PublishedFiles as PublishedFiles
 from ._files import parse_hf_tokenizer_json as parse_hf_tokenizer_json
-from ._hf_model_tokenizer import HuggingFaceModelTokenizer as HuggingFaceModelTokenizer
-from ._hf_model_tokenizer import hf_tokenizer as hf_tokenizer
 from ._hf_tokenizer import HuggingFaceBaseTokenizer as HuggingFaceBaseTokenizer
+from ._hf_tokenizer import HuggingFaceModelTokenizer as HuggingFaceModelTokenizer
+from ._hf_tokenizer import hf_tokenizer as hf_tokenizer
 from ._protocols import BaseTokenizer as BaseTokenizer
 from ._protocols import ModelTokenizer as ModelTokenizer
 from ._protocols import RecipeTokenizer as RecipeTokenizer

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from torchtune.data import DataError
-from torchtune.utils import local_path, write_json
+from torchtune.utils import RepeatedKeyError, decode_json, local_path, write_json
 
 # File of a checkpoint whose tokenizer could not write its files; it says why.
 MISSING_TOKENIZER = "TOKENIZER_MISSING.md"
@@ -57,7 +57,9 @@ def read_json(path: str | Path, what: str) -> dict[str, Any]:
     """Read a JSON object from a file; raise :class:`DataError` if it is missing or broken."""
     text = read_text(path, what)
     try:
-        content = json.loads(text)
+        content = decode_json(text)
+    except RepeatedKeyError as error:
+        raise DataError(f"{what} {path}: {error}.") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{what} {path} is broken at line {error.lineno} ({error.msg}): download it again.") from error
     except RecursionError as error:

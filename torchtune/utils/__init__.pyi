@@ -17,7 +17,7 @@ from ._errors import ObserverGuard as ObserverGuard
 from ._errors import UserError as UserError
 from ._files import AppendedFile as AppendedFile
 from ._files import ForeignPathError as ForeignPathError
-from ._files import WriteError, cache_root, clear_leftovers, convert_os_errors
+from ._files import WriteError, cache_root, check_writable_folder, clear_leftovers, convert_os_errors
 from ._files import append_line as append_line
 from ._files import atomic_directory as atomic_directory
 from ._files import atomic_write as atomic_write
@@ -33,7 +33,7 @@ from ._heartbeat import place as place
 from ._heartbeat import sign_of_life as sign_of_life
 from ._heartbeat import watch_activity as watch_activity
 from ._heartbeat import watched_activity as watched_activity
-from ._json import check_surrogates
+from ._json import RepeatedKeyError, check_surrogates, decode_json, object_of_pairs
 from ._json import read_json as read_json
 from ._json import valid_json as valid_json
 from ._json import write_json as write_json
@@ -62,13 +62,23 @@ from ._packages import require as require
 from ._packages import torch_version_ge as torch_version_ge
 from ._remote_folder import RemoteError, RemoteFolder, is_url, local_path
 from ._torch_private import (
+    FakeTensor,
+    FakeTensorMode,
     FrozenIntegers,
+    TorchDispatchMode,
     allow_compiled_versions,
     compiled_with_backward,
     compiler_errors,
     compiler_options,
+    fake_store,
     find_compiler,
     forbid_mixed_reductions,
+    forget_meshes,
+    fsdp_groups,
+    group_named,
+    shape_propagation,
+    tree_leaves,
+    unset_fake_temporarily,
 )
 from ._torch_private import bound_onednn_caches as bound_onednn_caches
 from ._torch_private import flatten_mesh as flatten_mesh

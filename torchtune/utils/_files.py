@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -111,6 +112,23 @@ def explain_file_limits() -> Iterator[None]:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         raise explain_os_error(error, Path(error.filename or "A file")) from error
+
+
+def check_writable_folder(folder: Path) -> None:
+    """Check that new folders can be made in a folder, which need not exist; leave nothing behind.
+
+    Permissions do not tell: root has all of them, but /proc takes no folders. A folder with a random name is made and
+    removed, not ``folder`` itself, because other machines may check or begin to use the same folder at the same time.
+
+    Raises:
+        OSError: nothing can be made in the folder, or the folder cannot be made.
+    """
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    for name in folder.relative_to(existing).parts:
+        with suppress(FileNotFoundError):
+            os.stat(existing / name)  # raises if the name is too long for this file system
+    os.rmdir(tempfile.mkdtemp(prefix=".torchtune.", suffix=".tmp", dir=existing))
 
 
 @contextmanager

@@ -118,7 +118,7 @@ class FolderLock:
 
     def check_unused(self) -> None:
         """Raise ``UserError`` if another process has the lock."""
-        if not self.is_held and self.path.exists():
+        if not self.is_held and os.path.exists(self.path):
             with suppress(OSError), self.held():
                 pass
 

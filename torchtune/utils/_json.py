@@ -11,6 +11,36 @@ from torchtune.utils._files import atomic_write
 _MAX_BYTES = 64 * 2**20  # the index of the largest published models has 9 MB
 
 
+class RepeatedKeyError(ValueError):
+    """Raised for a JSON object that gives a key two values; the message is only the reason."""
+
+
+def object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of some JSON pairs. Raises :class:`RepeatedKeyError` if a key has two values."""
+    value = dict(pairs)  # the last value of a repeated key stays
+    if len(value) < len(pairs):
+        for key, item in pairs:
+            if item != value[key]:
+                raise RepeatedKeyError(f"the key {key!r} has two values: keep one of them")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs)
+
+
+def decode_json(text: str) -> Any:
+    """Parse JSON as :func:`json.loads` does, which silently keeps the last value of a repeated key.
+
+    It takes a third more time than ``json.loads``, a hundredth of that of tokenizing the text.
+
+    Raises:
+        RepeatedKeyError: an object gives a key two values. Equal values are fine.
+        json.JSONDecodeError: the text is not JSON.
+        ValueError: a whole number has more digits than Python parses.
+    """
+    return _DECODER.decode(text)
+
+
 def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     """Read a JSON object from a file.
 
@@ -19,7 +49,8 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
         error: class of the error to raise.
 
     Raises:
-        UserError: (of class ``error``) the file is missing, unreadable, larger than 64 MiB, or not a JSON object.
+        UserError: (of class ``error``) the file is missing, unreadable, larger than 64 MiB, or not a JSON object, or
+            an object in it gives a key two values.
 
     Example:
         >>> torchtune.utils.write_json(folder / "a.json", {"a": 1})
@@ -32,11 +63,13 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
             raise error(f"{path} is not a file, where a few lines of JSON are expected: download it again.")
         if size > _MAX_BYTES:
             raise error(f"{path} has {size:,} bytes, where a few lines of JSON are expected: download it again.")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = decode_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError as caught:
         raise error(f"There is no file {path}: download it, or correct the path.") from caught
     except RecursionError as caught:
         raise error(f"{path} is not valid JSON (it is nested too deeply): download it again.") from caught
+    except RepeatedKeyError as caught:
+        raise error(f"{path}: {caught}.") from caught
     except (OSError, ValueError) as caught:
         if isinstance(caught, error):
             raise

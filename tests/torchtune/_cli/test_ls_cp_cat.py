@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 import torchtune._recipe_registry
-from torchtune._cli._find_recipe import families
 from torchtune._cli.ls_cp_cat import List, overview
 from torchtune._config_templates import configs_on_demand
-from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
+from torchtune._recipe_registry import families, find_config, find_recipe, get_all_recipes
 
 RECIPE = "lora_finetune_single_device"
 CONFIG = "llama3_2/1B_lora_single_device"

@@ -4,8 +4,8 @@ import pytest
 
 from tests.recipes.runs import RECIPES, write_config
 from tests.tiny_images import CONFIGS, image_text_model, write_image_checkpoint, write_pictures
-from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli._selfchecks import NotChecked, _Checks, selfcheck
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.data import collate_documents
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.tokenizers import HuggingFaceModelTokenizer

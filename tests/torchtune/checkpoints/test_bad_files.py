@@ -14,6 +14,7 @@ from tests.torchtune.checkpoints.small import SIZES, build, load, read, refusal,
 from torchtune.checkpoints import CheckpointError, FormattedCheckpointFiles, FullModelHFCheckpointer
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
+from torchtune.utils import UserError
 
 INDEX = "model.safetensors.index.json"
 
@@ -158,3 +159,18 @@ def test_pattern_gives_the_names_of_shards():
     assert files.build_checkpoint_filenames() == [f"m-000{n}-of-0003.bin" for n in (1, 2, 3)]
     with pytest.raises(CheckpointError, match="filename_format and max_filename"):
         FormattedCheckpointFiles.from_dict({"filename_format": "m-{}-of-{}.bin"})
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_json_file_that_gives_a_key_two_values_is_refused(sharded, copy, name):
+    """Python keeps the last of them silently."""
+    folder = copy(sharded)
+    model = build(folder)
+    file = folder / name
+    key, value = next(iter(json.loads(file.read_text()).items()))
+    text = file.read_text().lstrip().removeprefix("{")
+    file.write_text(f'{{"{key}": ["other"], {text}')
+    with pytest.raises(UserError, match=f"{name}: the key '{key}' has two values"):
+        FullModelHFCheckpointer(folder).load_model(model)
+    file.write_text(f'{{"{key}": {json.dumps(value)}, {text}')
+    FullModelHFCheckpointer(folder).load_model(model)

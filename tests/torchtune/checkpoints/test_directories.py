@@ -43,6 +43,14 @@ def test_a_folder_that_cannot_be_made_is_refused_and_logs_alone_are_no_run(sourc
     checkpointer(source, tmp_path).check_output_dir(resume=False)
 
 
+@pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run", "x" * 300, "new/" + "x" * 300])
+def test_a_folder_that_only_looks_writable_is_refused_before_the_run(source, tmp_path, folder):
+    """Root may write anywhere, but /proc takes no folders; a name may be too long for the file system."""
+    store = checkpointer(source, tmp_path / folder)
+    assert "choose another output_dir" in refusal(store.check_output_dir, resume=False)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_is_not_overwritten(store, model):
     save(store, "step_2", model)
     text = refusal(store.check_output_dir, resume=False)

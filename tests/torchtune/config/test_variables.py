@@ -71,6 +71,12 @@ def test_a_section_that_refers_to_itself_alone_is_a_note(load, caplog):
     ]
 
 
+def test_the_name_of_a_resolver_is_no_reference_to_a_key(load, caplog, monkeypatch):
+    monkeypatch.setenv("MODELS", "/home/somebody/models")
+    load("oc: overclocked\nprompt: {system: '${oc.env:MODELS}'}\n")
+    assert warnings(caplog) == ["The recipe never reads oc (c.yaml:1) of the config, so setting it has no effect."]
+
+
 def test_notes_in_the_file_are_a_warning_with_the_nearest_names(load, caplog):
     settings = load("project: tiny runs\nhypothesis: more layers\npeople: [a, b]\nmodel_dir: /models\nversion: 3\n")
     assert not hasattr(settings, "project")

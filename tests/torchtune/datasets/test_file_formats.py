@@ -406,8 +406,9 @@ def test_messages_of_a_prompt_may_be_json_text(tmp_path):
         f"{GOOD}\n{GOOD}".encode(),
         BOM + f"{GOOD}\n\n  \n{GOOD}\r\n\n".encode(),
         gzip.compress(f"{GOOD}\n{GOOD}\n".encode()),
+        f"{GOOD[:-1]}, {GOOD[1:]}\n{GOOD}".encode(),
     ],
-    ids=["plain", "mark and empty lines", "packed"],
+    ids=["plain", "mark and empty lines", "packed", "keys with equal values"],
 )
 def test_lines_of_json_are_rows(reader, text, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -427,8 +428,10 @@ def test_lines_of_json_are_rows(reader, text, tmp_path):
         (f'{GOOD}\n{{"prompt": "\\ud83d"}}\n'.encode(), r"line 2: \\ud83d is half of a character"),
         (b'{"prompt": ' + b"[" * 100_000, "line 1: it is nested too deeply"),
         (b'{"prompt": ' + b"1" * 5_000 + b"}", "line 1: no JSON, Exceeds the limit"),
+        (f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}\n'.encode(), "line 2: the key 'prompt' has two values: keep one"),
+        (b'{"prompt": {"role": "user", "role": "system"}}', "line 1: the key 'role' has two values: keep one"),
     ],
-    ids=["broken", "Latin-1", "UTF-16", "bytes of its mark", "NUL", "surrogate", "deep", "digits"],
+    ids=["broken", "Latin-1", "UTF-16", "bytes of its mark", "NUL", "surrogate", "deep", "digits", "keys", "deep keys"],
 )
 def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -479,3 +482,11 @@ def test_lone_surrogates_in_memory_are_refused_as_in_files(tokenizer, tmp_path):
     assert len(instruct_dataset(tokenizer, source=rows, on_bad_row="skip")) == 1
     with pytest.raises(DataError, match=r"row 0: \\ud83d is half of a character"):
         prompt_dataset(tokenizer, source=[{"prompt": [{"role": "user", "content": "\ud83d"}]}])
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": 1, "prompt": 2}]', '{"prompt":\n1}\n{"prompt": 1, "prompt":\n2}'])
+def test_a_key_with_two_values_is_refused_in_a_whole_file(text, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"rows\.json: the key 'prompt' has two values"):
+        list(read_rows(path))

@@ -4,15 +4,14 @@ import pytest
 import torch
 import yaml
 
-from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli.estimate import simulate_run
+from torchtune._recipe_registry import recipe_named_by, resolve_config
 from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fit import Candidate, Search, candidates
 from torchtune.estimate._ledger import Ledger, highest_by_phase
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._roofline import step_time
-from torchtune.estimate._torch_private import FakeTensorMode
-from torchtune.utils import UserError
+from torchtune.utils import FakeTensorMode, UserError
 
 
 def test_cluster_and_memory_texts_are_parsed():

@@ -1,5 +1,8 @@
 """The transform of models with image tokens."""
 
+import json
+import shutil
+
 import pytest
 from PIL import Image
 from transformers import AutoTokenizer
@@ -109,3 +112,28 @@ def test_texts_reach_a_template_that_reads_parts(family, tmp_path):
     prompt = transform({"messages": messages}, inference=True)["tokens"]
     assert transform.decode(prompt, skip_special_tokens=False).endswith(end)
     assert row["tokens"][: len(prompt)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "place"),
+    [
+        ("preprocessor_config.json", {"do_resize": False}, "preprocessor_config.json: do_resize"),
+        ("processor_config.json", {"do_resize": False}, "/processor_config.json: do_resize"),
+        ("processor_config.json", {"image_processor": {"do_resize": False}}, "/processor_config.json: do_resize"),
+        ("processor_config.json", {"video_processor": 3}, "/processor_config.json: video_processor is not an object"),
+        (
+            "processor_config.json",
+            {"video_processor": {"do_resize": False}},
+            "/processor_config.json: video_processor: do_resize",
+        ),
+        ("video_preprocessor_config.json", {"do_resize": False}, "video_preprocessor_config.json: do_resize"),
+    ],
+)
+def test_a_setting_that_is_not_supported_is_reported_with_its_file(folder, tmp_path, file, settings, place):
+    shutil.copytree(folder, tmp_path / "model")
+    image_settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    if file == "processor_config.json":
+        (tmp_path / "model" / "preprocessor_config.json").unlink()
+    (tmp_path / "model" / file).write_text(json.dumps({**image_settings, **settings}))
+    with pytest.raises(DataError, match=place):
+        image_text_transform(str(tmp_path / "model"))

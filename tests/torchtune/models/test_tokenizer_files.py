@@ -96,3 +96,11 @@ def test_encode_refuses_a_list_of_texts(builder, folder, text):
     for kind in reads:
         with pytest.raises(DataError, match=f"takes one text, not {type(text).__name__}"):
             call(builder, folder, str(folder / KINDS[kind])).encode(text)
+
+
+def test_a_tokenizer_config_that_gives_a_key_two_values_is_refused(tmp_path):
+    write_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"eos_token": "<|im_end|>", "eos_token": "<|end|>"}')
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: the key 'eos_token' has two values"):
+        hf_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -236,7 +236,7 @@ class Llama4ImageProcessor(TiledImageProcessor):
     def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """See :meth:`ImageProcessor.read_sizes`."""
         if config.get("resize_to_max_canvas"):
-            raise DataError("preprocessor_config.json has resize_to_max_canvas = True, which is not supported")
+            raise DataError("resize_to_max_canvas = True is not supported")
         return {
             "patch_size": (model.get("vision_config") or {}).get("patch_size"),
             "tile": (config.get("size") or {}).get("height"),

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtune.estimate._torch_private import fake_store
 from torchtune.training.optim._stochastic_rounding import (
     ElementIds,
     element_ids,
@@ -17,6 +16,7 @@ from torchtune.training.optim._stochastic_rounding import (
     rounding_key,
     rounding_noise,
 )
+from torchtune.utils import fake_store
 
 
 def rounded(values, step=0, draw=0):

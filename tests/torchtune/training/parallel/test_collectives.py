@@ -249,3 +249,10 @@ def test_weights_of_the_next_layer_are_gathered_while_a_layer_computes(folder):
         num_computed = last - index
         assert before.count("all-gather") == min(num_computed + 1, last) + 1
         assert before.count("reduce-scatter") == num_computed, "a layer's gradients are sent once they are there"
+
+
+def test_experts_on_every_shard_are_gathered_with_their_layer(folder):
+    """Only experts that other ranks do not have, or tokens that differ between them, need a mesh of their own."""
+    num_layers = 2
+    calls = traffic_of(folder / "moe", 4, {"dp_shard": 4}).calls
+    assert dict(calls) == {"all-gather": 2 * num_layers + 1, "reduce-scatter": num_layers + 1}

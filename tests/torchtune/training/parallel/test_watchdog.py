@@ -46,9 +46,20 @@ def test_slowest_ranks_are_reported():
     silent = describe_stall({0: behind, 1: ahead}, {1}, 0.0)
     assert silent.startswith("Rank 1 has given no sign of life for 0 s, last seen in step 7, while rank 0 waits ")
     finished = Beat(step=9, moves=30, left="finished")
-    assert describe_stall({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
+    beside_finished = describe_stall({0: finished, 1: behind}, set(), 0.0)
+    assert beside_finished.startswith("Rank 1 has not moved")
+    assert ", while rank 0 has finished: " in beside_finished
     # All at the same place, as where a device does not answer: nobody is made up.
     assert describe_stall({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
+
+
+def test_a_rank_that_has_ended_does_not_wait():
+    waiting, failed = Beat(step=6, phase="training", waits=True), Beat(step=6, left="DataError")
+    finished, lost = replace(failed, left="finished"), replace(failed, left="bereft")
+    beats = {0: failed, 1: waiting, 2: waiting, 3: finished, 4: lost}
+    text = describe_stall(beats, {2}, 0.0)
+    assert ", while rank 1 waits in step 7 and rank 3 has finished and rank 0 ended with DataError: " in text
+    assert ", while rank 0 ended with DataError: " in describe_stall({0: failed, 1: waiting}, {1}, 0.0)
 
 
 def test_lost_rank_is_reported_with_a_remedy(monkeypatch):

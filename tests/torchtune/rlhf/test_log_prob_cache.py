@@ -12,7 +12,8 @@ from tests.torchtune.checkpoints import ranks
 from torchtune.data import Batch, BatchLoader, ExampleDataset, collate_documents, collate_preference
 from torchtune.datasets import MixedDataset, PackedDataset
 from torchtune.modules.loss import LikeliestTokens
-from torchtune.rlhf._row_cache import (
+from torchtune.rlhf import _log_prob_cache
+from torchtune.rlhf._log_prob_cache import (
     CacheError,
     SelectedRows,
     TeacherCache,
@@ -181,5 +182,15 @@ def teacher_of_separate_folders(folder: Path) -> None:
         cache_predictions(own_folder, dims)
 
 
+def first_teacher_cache_of_separate_folders(folder: Path) -> None:
+    dims = start_dims()
+    own_folder = folder / f"teacher_{dims.data_rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_log_prob_cache, "_SECONDS_TO_SEE", 0.2)
+        with pytest.raises(CacheError, match=r"not all machines see .*: set it to a folder that they share"):
+            cache_predictions(own_folder, dims)
+    assert list(own_folder.glob("*")) == []
+
+
 def test_a_teacher_cache_that_differs_between_ranks_is_refused_on_all(tmp_path):
-    ranks.run(2, [teacher_of_separate_folders], tmp_path)
+    ranks.run(2, [teacher_of_separate_folders, first_teacher_cache_of_separate_folders], tmp_path)
