@@ -420,7 +420,7 @@ def test_embeddings_of_exported_files_are_compared(runs, tmp_path, tune):
         assert "pip install 'torchtune[embeddings]'" in line
 
 
-def test_other_embeddings_fail_the_check(runs, tmp_path, tune):
+def test_an_export_that_computes_other_embeddings_fails_its_check(runs, tmp_path, tune):
     """The model was trained with an end of texts that no other library knows."""
     saved = save_embedding_model(runs, tmp_path, add_eos=True)
     done = tune("export", str(saved), "--to", "merged", "--output", str(tmp_path / "out"))

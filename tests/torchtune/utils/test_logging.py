@@ -71,7 +71,7 @@ def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path):
     assert second.endswith("INFO loading")
 
 
-def test_other_ranks_show_errors_alone(tmp_path):
+def test_ranks_after_the_first_show_errors_alone(tmp_path):
     end = "from torchtune.config import _parse; _parse.load_and_check = lambda *_: None\n"
     end += "    sys.argv = ['recipe', '--config', 'x']; config.parse(recipe_main)()"
     status, screen, file = in_process(1, tmp_path, end)
