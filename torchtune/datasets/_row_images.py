@@ -18,7 +18,7 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._data_files import location_of, undecoded
+from torchtune.datasets._data_files import location_of, undecoded_records
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._tokenized import arrays_of, columns_of
 from torchtune.tokenizers import tool_options
@@ -142,7 +142,7 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
     def check_part(start: int, part: Any) -> tuple[list[Any], list[tuple[int, str]]]:
         notes = []
         reasons = []
-        for index, row in enumerate(undecoded(part), start):
+        for index, row in enumerate(undecoded_records(part), start):
             sign_of_life(f"row {index}")
             try:
                 notes.append(check(columns_of(row)))

@@ -186,17 +186,23 @@ class RowSource:
             self._rows = self._load()
         return self._rows
 
-    def add_to(self, fingerprint: Fingerprint) -> None:
-        """Add the content of the rows to a fingerprint. Loads Hub datasets, but not local files.
+    def fingerprint(self, depends_on: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint of prepared rows, of this source and of what else they depend on.
+
+        Hub datasets are loaded for it, but not local files.
+
+        Args:
+            depends_on: name -> value of everything that determines the prepared rows, except the source.
 
         Raises:
             DataError: a file is missing, or see :func:`load_rows`.
         """
+        fingerprint = Fingerprint(depends_on)
         fingerprint.add("filter", [self._filter, self._filter_kwargs])
         if self.skips:
             fingerprint.add("on_bad_row", "skip")
         if not self._is_in_memory and self._add_local_files(fingerprint):
-            return
+            return fingerprint
         rows = self._rows
         if not self._is_in_memory:
             rows = self._loaded()
@@ -205,6 +211,7 @@ class RowSource:
             fingerprint.add("data", table_fingerprint)
         else:
             fingerprint.add_rows("data", rows)
+        return fingerprint
 
     def _add_local_files(self, fingerprint: Fingerprint) -> bool:
         """Add the content of local files to a fingerprint; return False, and add nothing, for a remote source."""

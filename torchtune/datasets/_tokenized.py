@@ -20,9 +20,8 @@ from tqdm import tqdm
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._command_modes import ShardWritten, current_shard
-from torchtune.datasets._data_files import undecoded
+from torchtune.datasets._data_files import undecoded_records
 from torchtune.datasets._file_formats import Line, decode_row
-from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
@@ -191,7 +190,7 @@ class Tokenize:
         for name in self._answers or ("rows",):
             columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
-        for index, record in enumerate(undecoded(rows), start):
+        for index, record in enumerate(undecoded_records(rows), start):
             sign_of_life(location(index))
             facts["rows"] += 1
             self._take_omitted()  # forget what it left out of other texts, such as a preview of the layout
@@ -303,8 +302,7 @@ def prepare_rows(
         ShardWritten: a shard was prepared (:func:`preparing_shard`).
     """
     shard = current_shard()  # None in a run: set while `tune data prepare --shard` prepares a part of the rows
-    fingerprint = Fingerprint(depends_on)
-    source.add_to(fingerprint)
+    fingerprint = source.fingerprint(depends_on)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
     with cache_entry(fingerprint, source.name, source.prepared) as entry:
         if entry.writer is not None:  # the cache does not have the rows yet
