@@ -45,7 +45,7 @@ def lora(alpha):
     return [{"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": alpha}]
 
 
-def test_a_resume_with_other_settings(said, tmp_path):
+def test_a_resume_says_which_changed_settings_take_effect_and_refuses_the_others(said, tmp_path):
     settings = {"save_every_n_steps": 4, "log_level": "INFO", "model_converters": lora(8)}
     first = start(NAME, tmp_path, **settings)
     shutil.rmtree(first.output_dir / "step_12")
@@ -131,12 +131,12 @@ def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path)
         check_resumed_settings(now, tmp_path)
 
 
-def test_a_part_is_as_its_whole_unless_it_is_listed():
+def test_a_setting_inside_a_section_follows_the_section_unless_it_is_listed():
     assert ON_RESUME["model"] is OnResume.FIXED
     assert ON_RESUME["model.checkpoint_dir"] is OnResume.NEW
 
 
-def test_a_checkpoint_that_does_not_say_its_settings(said, tmp_path):
+def test_a_resume_warns_if_the_checkpoint_has_no_config(said, tmp_path):
     get_logger("INFO")
     check_resumed_settings(None, tmp_path)
     (line,) = said

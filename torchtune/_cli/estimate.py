@@ -96,7 +96,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     if view.dataset is not None:
         data = attempt(lambda: measure_data(view, processes))
     length = None
-    # The rows of a sample say nothing about the longest row, if there is a limit.
+    # A sample may miss the longest row. If there is a limit, None stands for rows of that length.
     if data is not None and (data.train.exact or view.max_seq_len is None):
         length = data.train.longest
     if view.model is not None:

@@ -206,14 +206,12 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
-        # The recipe may be left out if the config names it.
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
-        is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
-        if config is None and is_config:
+        elif command.recipe.endswith((".yaml", ".yml")):
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
-        if command.recipe is None:
+        if command.recipe is None:  # the config names it
             recipe = recipe_named_by(config)
         else:
             recipe = resolve_recipe(command.recipe)

@@ -107,6 +107,6 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
             raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
         if shards is None:
             models[adapter_name] = adapted_copy(base, adapter)
-        else:
+        else:  # a sharded model cannot be copied with new parameters
             models[adapter_name] = load_adapted_shard(base, path, adapter, dtype=args.dtype, device=args.device)
     return models, tokenizer

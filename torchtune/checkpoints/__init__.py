@@ -45,7 +45,7 @@ And back into a file:
 4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.
 
 Beside this way: ``_adapter`` and ``_adapter_settings`` (PEFT's layout), ``_small_files`` (config, tokenizer),
-``_quantized_files``, ``_gguf`` and ``_quantize`` (other formats), ``_state`` and ``_resume`` (training state, resume),
+``_gguf`` and ``_quantize`` (other formats), ``_state`` and ``_resume`` (training state, resume),
 ``_bucket`` (object stores), ``_full_state_dicts`` (interface of copied recipes).
 """
 

@@ -30,12 +30,12 @@ from ._full_state_dicts import VAL_DATALOADER_KEY as VAL_DATALOADER_KEY
 from ._full_state_dicts import get_largest_iter_folder as get_largest_iter_folder
 from ._full_state_dicts import update_state_dict_for_classifier as update_state_dict_for_classifier
 from ._gguf import GGUFFile as GGUFFile
-from ._gguf import gguf_to_hf as gguf_to_hf
 from ._load import ModelSource as ModelSource
 from ._load import ModelType as ModelType
 from ._load import StreamedSource
 from ._model_weights import ModelWeights, materialize
 from ._quantize import check_quantizer as check_quantizer
+from ._quantize import gguf_to_hf as gguf_to_hf
 from ._quantize import quantize_checkpoint as quantize_checkpoint
 from ._resume import ResumePoint as ResumePoint
 from ._resume import add_reference as add_reference

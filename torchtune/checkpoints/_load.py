@@ -23,6 +23,7 @@ from torchtune.checkpoints._adapter import (
 )
 from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_from_base, read_settings
 from torchtune.checkpoints._directories import MARKER
+from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._model_weights import (
     ModelWeights,
     check_shape,
@@ -163,8 +164,6 @@ class ModelSource:
             return open_weight_files(paths, model)
         if len(paths) > 1:
             raise CheckpointError("checkpoint_files: a GGUF checkpoint is one file: name just one.")
-        from torchtune.checkpoints._gguf import GGUFFile  # it also exports, and builds on this module
-
         return GGUFFile(paths[0])
 
     def enclosing_checkpoint(self, model: nn.Module) -> TextDecoderFiles | None:

@@ -455,7 +455,11 @@ def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _convert_component_nodes(value: Any, annotation: Any) -> Any:
-    """Convert component nodes at any depth to ``DictConfig``, and nodes of dataclasses to instances."""
+    """Convert the nodes of a checked value to the types of its annotation.
+
+    Component nodes at any depth become ``DictConfig``, nodes of dataclasses become instances, and lists become tuples
+    where the annotation has a tuple. All other values stay.
+    """
     from omegaconf import OmegaConf
 
     base, _ = split_annotated(annotation)

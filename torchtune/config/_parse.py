@@ -189,7 +189,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     try:
         values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
-        checker.raise_mistakes()
+        checker.raise_mistakes()  # imports the components of the settings and checks their arguments, too
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
             for key in checker.notes:

@@ -155,7 +155,11 @@ class Observer(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Run an operator, with placeholders for values that a fake tensor lacks."""
+        """Run an operator, with placeholders for values that a fake tensor lacks.
+
+        The placeholders let a step go on as with ordinary data: no flag is raised, nothing is empty, and a selection
+        keeps all rows, which takes the most memory.
+        """
         packet = func._overloadpacket
         first = None
         if args:
@@ -196,7 +200,7 @@ class Observer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(work, func, args, kwargs, inputs)
             return
-        if not outputs or _is_view(func):
+        if not outputs or _is_view(func):  # launches no kernel
             return
         if func in _COPIES:
             sides = {self.ledger.is_on_host(tensor) for tensor in (*inputs, *outputs)}

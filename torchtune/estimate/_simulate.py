@@ -217,12 +217,12 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
     return replaced
 
 
-def _gather_own(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:
+def _gather_from_this_rank(objects: list[Any], own_object: Any, *_: Any, **__: Any) -> None:
     """Return this rank's object for every rank."""
     objects[:] = [own_object] * len(objects)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     """Take the place of a collective that changes nothing if all ranks are equal."""
 
 
@@ -250,28 +250,29 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         "MASTER_ADDR": "simulated",
         "MASTER_PORT": "1",
     }
-    new_group = dist.new_group
+    new_group = dist.new_group  # torch's own functions, which are replaced below
     destroy = dist.destroy_process_group
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
         """Make a process group that sends nothing, whatever its backend."""
         return new_group(*args, **{**kwargs, "backend": "fake"})
 
-    changed = {
+    replacements = {
         "new_group": fake_group,
-        "all_gather_object": _gather_own,
-        "broadcast_object_list": _nothing,
-        "barrier": _nothing,
-        "monitored_barrier": _nothing,
-        "destroy_process_group": _nothing,
+        "all_gather_object": _gather_from_this_rank,
+        "broadcast_object_list": _do_nothing,
+        "barrier": _do_nothing,
+        "monitored_barrier": _do_nothing,
+        "destroy_process_group": _do_nothing,
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         dist.init_process_group("fake", store=fake_store(), rank=0, world_size=processes)
         stack.callback(destroy)
+        # Meshes of another cluster may be equal to this one's, and have other process groups: before and after.
         forget_meshes()
         stack.callback(forget_meshes)
-        for name, function in changed.items():
+        for name, function in replacements.items():
             # Torch's own code looks the functions up in the module that defines them.
             for owner in (dist, dist.distributed_c10d):
                 stack.enter_context(mock.patch.object(owner, name, function))

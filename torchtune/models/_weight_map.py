@@ -72,8 +72,12 @@ class ExternalSlice:
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        values = ours if self.rows is None else ours[self.rows]
-        return values.transpose(-1, -2) if self.transposed else values
+        values = ours
+        if self.rows is not None:
+            values = ours[self.rows]
+        if self.transposed:
+            values = values.transpose(-1, -2)
+        return values
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
@@ -139,8 +143,10 @@ class Op(ABC):
             external = int(tensors[start])
             first = int(rows[start]) - (ends[external] - shapes[external][0])
             our_rows = order[start:stop]
-            is_contiguous = bool((our_rows.diff() == 1).all())
-            index = slice(int(our_rows[0]), int(our_rows[0]) + len(our_rows)) if is_contiguous else our_rows
+            index: Tensor | slice = our_rows
+            if bool((our_rows.diff() == 1).all()):  # consecutive: a slice is a view, an index would copy
+                first_of_ours = int(our_rows[0])
+                index = slice(first_of_ours, first_of_ours + len(our_rows))
             external_rows = slice(first, first + stop - start)
             external_slices.append(ExternalSlice(external, (external_rows, *slices[1:]), index))
         return external_slices
@@ -593,8 +599,9 @@ def _holds(condition: str, description: Description, layer: int | None) -> bool:
     holds = bool(value)
     if isinstance(value, Sequence | frozenset):  # the indices of the layers in which it holds
         holds = layer in value
-    is_negated = condition.startswith("!")
-    return not holds if is_negated else holds
+    if condition.startswith("!"):
+        return not holds
+    return holds
 
 
 # Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.

@@ -37,11 +37,14 @@ def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) ->
         attn = None
     if fields.has("final_logit_softcapping"):
         final = None
+    attn_scale = None  # the usual scale, head_dim**-0.5
     scalar = fields.take("query_pre_attn_scalar", 256)
+    if scalar != fields.take("head_dim"):
+        attn_scale = scalar**-0.5
     return {
         "attn_softcap": fields.take("attn_logit_softcapping", attn),
         "logit_softcap": fields.take("final_logit_softcapping", final),
-        "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
+        "attn_scale": attn_scale,
         "embed_scale": fields.take("hidden_size") ** 0.5,
     }
 

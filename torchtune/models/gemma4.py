@@ -78,10 +78,12 @@ def _read_full_heads(fields: Fields, window_layers: tuple[int, ...]) -> dict[str
     for value in (full_head_dim, full_num_kv_heads):
         if not isinstance(value, int) or not 0 < value < 2**16:
             raise fields.refusal("per_layer_config", per_layer)
-    return {
-        "full_head_dim": 0 if full_head_dim == head_dim else full_head_dim,
-        "full_num_kv_heads": 0 if full_num_kv_heads == num_kv_heads else full_num_kv_heads,
-    }
+    # 0 in a description: as in the layers with a window.
+    if full_head_dim == head_dim:
+        full_head_dim = 0
+    if full_num_kv_heads == num_kv_heads:
+        full_num_kv_heads = 0
+    return {"full_head_dim": full_head_dim, "full_num_kv_heads": full_num_kv_heads}
 
 
 def _full_layer_config(fields: Fields, per_layer: Any, window_layers: tuple[int, ...]) -> dict[str, Any]:

@@ -44,7 +44,9 @@ qlora_llama3_1_405b = BUILDERS["qlora_llama3_1_405b"]
 
 def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
     """Make a description with Llama 3.1's RoPE scaling; a ``scale_factor`` of None disables scaling."""
-    scaling = None if scale_factor is None else Llama3RopeScaling(factor=scale_factor)
+    scaling = None
+    if scale_factor is not None:
+        scaling = Llama3RopeScaling(factor=scale_factor)
     return Description(rope_scaling=scaling, **sizes)
 
 

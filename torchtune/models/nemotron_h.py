@@ -99,7 +99,9 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     pattern = config.get("hybrid_override_pattern") or "ME*-"
     if kinds is not None:
         is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in _LETTERS for kind in kinds)
-        pattern = "".join(_LETTERS[kind] for kind in kinds) if is_known else ""
+        pattern = ""
+        if is_known:
+            pattern = "".join(_LETTERS[kind] for kind in kinds)
     if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():
         raise ModelError(
             "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "

@@ -66,15 +66,18 @@ def _describe(
     qk_norm: str,
     **sizes: Any,
 ) -> Description:
+    """Make a description from the arguments of the component builders; ``qk_norm`` is the kind of norms, if any."""
     if q_norm != k_norm:
         raise ModelError("q_norm and k_norm must be given together.")
+    if not q_norm:
+        qk_norm = "none"
     return QWEN2.describe(
         **sizes,
         head_dim=head_dim or 0,
         q_bias=q_proj_bias,
         k_bias=k_proj_bias,
         v_bias=v_proj_bias,
-        qk_norm=qk_norm if q_norm else "none",
+        qk_norm=qk_norm,
     )
 
 

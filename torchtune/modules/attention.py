@@ -201,8 +201,10 @@ class MultiHeadAttention(nn.Module):
         # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
         options: dict[str, Any] = {}
         if self.sinks is not None:
-            is_sharded = hasattr(self.sinks, "to_local")  # by head, with tensor parallelism
-            options["sinks"] = self.sinks.to_local() if is_sharded else self.sinks
+            sinks = self.sinks  # [n]
+            if hasattr(sinks, "to_local"):  # sharded by head, with tensor parallelism
+                sinks = sinks.to_local()
+            options["sinks"] = sinks
         if self.chunk is not None:
             options["chunk"] = self.chunk
         out = self.attention(
@@ -228,7 +230,15 @@ class MultiHeadAttention(nn.Module):
         return out
 
     def _attend_in_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Return ``out`` with other outputs in blocks, whose queries see all keys of the block in their window."""
+        """Replace outputs in blocks of image tokens, whose queries see all keys of their block, later ones too.
+
+        Args:
+            out: outputs of causal attention ``[b, s, n, h]``.
+            q: queries ``[b, s, n, h]``.
+            k: keys ``[b, s, n_kv, h]``.
+            v: values ``[b, s, n_kv, h]``.
+            blocks: (start of the document, start, end) of each block, in positions of the flattened batch.
+        """
         window = self.window or q.shape[1]
         q_flat = q.flatten(0, 1)  # [b * s, n, h]
         k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]

@@ -352,7 +352,7 @@ def cache_teacher(
             continue
         first_position, cache = caches[name]
         cached_loaders.append(
-            use_cache(
+            fill_and_use_cache(
                 loader,
                 cache,
                 likeliest,
@@ -623,7 +623,7 @@ def _count_and_checksum(example: Any) -> tuple[int, int]:
     return count, checksum
 
 
-def use_cache(
+def fill_and_use_cache(
     loader: BatchLoader,
     cache: TeacherCache,
     likeliest: Likeliest,

@@ -178,7 +178,10 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         return read_json(path or folder / name, name)
 
     def _complete_added_tokens(self) -> None:
-        """Add the tokens that only ``tokenizer_config.json`` defines, in the order of their ids."""
+        """Add the tokens that only ``tokenizer_config.json`` defines, in the order of their ids.
+
+        Named tokens that are not special yet become so, such as a ``pad_token`` that is a word of the vocabulary.
+        """
         entries = self.config.get("added_tokens_decoder", {})
         for token_id in sorted(entries, key=int):
             entry = entries[token_id]

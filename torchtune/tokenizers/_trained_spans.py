@@ -493,7 +493,7 @@ class TurnFinder:
         special_tokens = list(self._special.finditer(passage))
         if is_last and not special_tokens:
             return len(passage)
-        if is_last and len(special_tokens) == 1:
+        if is_last and len(special_tokens) == 1:  # it ends the turn
             return special_tokens[0].end()
         continuations: Iterable[list[Turn]] = [self._turns[: index + 1]]  # the conversation that ends here
         if is_last:
@@ -511,7 +511,7 @@ class TurnFinder:
                     tail = None
                 if tail is not None:
                     tail = tail[len(opening) :]
-                if tail == "":
+                if tail == "":  # a conversation that ends here has nothing behind the opening
                     return 0
             if tail is not None:
                 return self._find_closing(index, passage, tail, continues=continues)

@@ -64,6 +64,12 @@ class TrainsQuestions(_Masked):
     changed = staticmethod(lambda mask: [False] * len(mask))
 
 
+class TrainsLastHeaderToken(_Masked):
+    """The token before each answer is trained, too."""
+
+    changed = staticmethod(lambda mask: [now and after for now, after in zip(mask, [*mask[1:], True], strict=True)])
+
+
 class MasksEnds(_Masked):
     """The last token of each answer, which ends the turn, is masked."""
 
@@ -183,6 +189,11 @@ def test_wrong_label_masks_are_found(shared, tmp_path, component, said):
 def test_prompts_trained_by_the_config_are_accepted(shared, tmp_path):
     recipe_checks = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
     assert recipe_checks.labels() == "24 rows are prompt and answer"
+
+
+def test_trained_tokens_of_the_header_are_counted(shared, tmp_path):
+    recipe_checks = checks(shared, tmp_path, tokenizer=tokenizer(shared, "TrainsLastHeaderToken"))
+    assert recipe_checks.labels() == "24 rows are prompt and answer; the layout trains 1 tokens of the header"
 
 
 def test_masked_end_of_turn_is_found(shared, tmp_path):

@@ -436,6 +436,8 @@ def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
                 text += choice["delta"].get("content", "")
                 if choice["logprobs"]:
                     content += choice["logprobs"]["content"]
+                # Log-probs come with the text of their tokens, and no other chunk has any.
+                assert (choice["logprobs"] is not None) == ("content" in choice["delta"])
     else:
         content = reply["choices"][0]["logprobs"]["content"]
         text = reply["choices"][0]["message"]["content"]

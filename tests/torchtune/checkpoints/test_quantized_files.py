@@ -23,7 +23,7 @@ from tests.torchtune.checkpoints.small import (
     write_weights,
 )
 from torchtune.checkpoints import CheckpointError
-from torchtune.checkpoints._quantized_files import dequantize_mxfp4
+from torchtune.checkpoints._weight_files import dequantize_mxfp4
 from torchtune.models import ModelError, from_hf_config
 
 DEEPSEEK = (

@@ -128,7 +128,7 @@ def _same_other_towers(saved_tensors: dict[str, torch.Tensor], expected: dict[st
         ("Qwen3_5Moe", 50_000),
     ],
 )
-def test_other_towers_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
+def test_towers_that_are_not_trained_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
     folder, source = _folder_of(name, tmp_path)
     checkpointer, model = started(folder)
     with torch.no_grad():

@@ -128,7 +128,7 @@ def test_gradients_are_scaled():
     assert torch.equal(model.weight.grad, torch.full((1, 2), 0.25))
 
 
-def test_a_train_context_enters_another():
+def test_a_train_context_enters_the_context_that_it_is_given():
     entered = []
 
     class Context:

@@ -159,7 +159,7 @@ def test_readers_of_files_are_known_behind_load_dataset():
 
 def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone():
     few = accepts(loads, ["split", "data_files"])
-    assert few.partial
+    assert few.is_incomplete
     assert few.named.keys() < accepts(loads).named.keys()
     assert accepts(loads, ["split", "delimiter"]).named.keys() == accepts(loads).named.keys()
 

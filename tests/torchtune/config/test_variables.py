@@ -63,7 +63,7 @@ def test_a_variable_is_set_on_the_command_line(load):
     assert load(lines, "model_dir=/models/other").prompt == {"system": "/models/other"}
 
 
-def test_a_section_that_refers_to_itself_alone_is_a_note(load, caplog):
+def test_a_section_that_only_its_own_values_refer_to_is_reported_as_unread(load, caplog):
     load("paths: {base: /models, model: '${paths.base}/tiny'}\n")
     assert warnings(caplog) == [
         "The recipe never reads paths (c.yaml:1; did you mean 'tokenizer.path'?) of the config, so setting it has no "

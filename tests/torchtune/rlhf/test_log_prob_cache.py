@@ -19,7 +19,7 @@ from torchtune.rlhf._log_prob_cache import (
     TeacherCache,
     WithRowNumbers,
     _cached_log_probs,
-    use_cache,
+    fill_and_use_cache,
 )
 from torchtune.training import ParallelDims
 
@@ -167,7 +167,7 @@ def cache_predictions(folder: Path, dims: ParallelDims) -> int:
 
     loader = load(ROWS, collate_documents, dims)
     cache = TeacherCache(folder, loader.dataset, {"teacher": "a"}, k=1)
-    use_cache(loader, cache, likeliest, first_position=0, epochs=1, dims=dims)
+    fill_and_use_cache(loader, cache, likeliest, first_position=0, epochs=1, dims=dims)
     return num_batches
 
 

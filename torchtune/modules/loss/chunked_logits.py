@@ -196,6 +196,7 @@ class ChunkedSum:
         for rows in chunk_slices(len(hidden), chunk_rows):
             losses, gradients = ...  # a function of its own, with the three steps below, frees the logits on return
             chunked.add(rows, losses, gradients)
+            del gradients
         total = chunked.total()
 
     The three steps are :meth:`chunk_hidden`, the losses of ``logits(chunk)``, and :meth:`chunk_gradients`.
@@ -327,6 +328,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 chunk_gradients = gradients.of_chunk(chunk, values, [grad[rows] for grad in grads])
             del values  # their graph holds the logits
             gradients.add(rows, chunk_gradients)
+            del chunk_gradients  # one is of the output weight: before the next chunk allocates its own
         of_hidden, *of_parameters = gradients.result()
         return of_hidden, None, None, None, None, None, *of_parameters
 

@@ -457,6 +457,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             if chunk_weights is not None:
                 losses = losses * chunk_weights
             chunked.add(rows, losses, gradients)
+            del gradients  # one is of the output weight: before the next chunk allocates its own
         if metrics is not None:
             metrics["token_accuracy"] = (torch.stack(correct_sums).sum(), num_labels)
             metrics["entropy"] = (torch.stack(entropy_sums).sum(), num_labels)

@@ -301,6 +301,7 @@ class DivergenceLoss(nn.Module, ABC):
         for rows in chunk_slices(len(index), self._chunk_rows(len(index), vocab_size)):
             divergences, gradients = self._distill_chunk(chunked, rows, teacher, vocab_size, label_weights)
             chunked.add(rows, divergences, gradients)
+            del gradients  # one is of the output weight: before the next chunk allocates its own
         if label_weights is not None:
             return chunked.total(), label_weights.sum()
         count = torch.full((), len(index), device=labels.device)

@@ -106,7 +106,7 @@ def test_tied_projection_adds_to_the_embeddings_gradient():
 
 
 @pytest.mark.parametrize("kind", ["adapter", "bias", "capped"])
-def test_other_projections_are_recomputed_with_the_same_result(kind):
+def test_projections_with_adapter_cap_or_bias_are_recomputed_with_the_same_result(kind):
     hidden, weight, labels = inputs()
     head = make_head(weight)
     if kind == "adapter":
@@ -277,7 +277,7 @@ def test_weighted_losses_and_gradients_are_those_of_the_formula(is_masked, with_
         torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_weights_of_one_change_nothing():
+def test_label_weights_of_1_change_nothing():
     torch.manual_seed(0)
     hidden = torch.randn(1, 20, 8)
     projection = nn.Linear(8, 32, bias=False)
