@@ -91,10 +91,14 @@ class EleutherEvalRecipe:
         """Find the tasks, then load tokenizer and model."""
         self.tasks = evaluation.find_tasks(cfg.tasks, cfg.include_path)
         folder = cfg.checkpointer.get("checkpoint_dir")
-        self.tokenizer = config.instantiate(cfg.tokenizer) or hf_tokenizer(folder)
+        self.tokenizer = config.instantiate(cfg.tokenizer)
+        if self.tokenizer is None:
+            self.tokenizer = hf_tokenizer(folder)
         checkpointer = config.instantiate(cfg.checkpointer)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            self.model = config.instantiate(cfg.model) or from_hf_config(folder)
+            self.model = config.instantiate(cfg.model)
+            if self.model is None:
+                self.model = from_hf_config(folder)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
         training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)

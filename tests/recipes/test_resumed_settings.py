@@ -120,12 +120,15 @@ def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
 
 def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path):
     """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
-    text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
+    text = yaml.safe_dump(
+        {"mine": {"a": [1, 2], "b": "x"}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1}
+    )
     (tmp_path / "torchtune_config.yaml").write_text(text)
     get_logger("INFO")
-    now = {"mine": {"a": [1, 3]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
+    now = {"mine": {"a": [1, 3], "b": ["x"]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
     sentences = check_resumed_settings(now, tmp_path)
-    assert sentences == ["Resumed with other settings, the new value takes effect: mine.a.1 was 2 and is 3 now."]
+    changes = "mine.a.1 was 2 and is 3 now; mine.b was x and is ['x'] now"
+    assert sentences == [f"Resumed with other settings, the new value takes effect: {changes}."]
     (tmp_path / "torchtune_config.yaml").write_text("- 1")
     with pytest.raises(CheckpointError, match=r"torchtune_config\.yaml holds no settings"):
         check_resumed_settings(now, tmp_path)

@@ -1,6 +1,6 @@
 """``tune run``: parse the command line, find the recipe and the config, and run one with the other.
 
-``tune estimate``, ``tune sweep`` and ``tune selfcheck`` take the same words as ``tune run``.
+``tune estimate``, which simulates a step instead, ``tune sweep`` and ``tune selfcheck`` take the same words.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune._cli._shorthands import expand_shorthands
+from torchtune._cli.estimate import dry_run, simulate_run
 from torchtune._cli.subcommand import Subcommand
 from torchtune._cli.torchrun import (
     count_processes,
@@ -27,6 +28,7 @@ from torchtune._recipe_registry import (
     current_name,
     find_config,
     find_recipe,
+    find_targets,
     get_all_recipes,
     recipe_named_by,
     recipe_of,
@@ -234,9 +236,7 @@ class Run(Subcommand):
         if command.grace is not None:  # for torchrun and the workers
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
-            from torchtune._cli.estimate import estimate
-
-            estimate(recipe, config, command)
+            _simulate(recipe, config, command)
         elif command.dry_run:
             self._dry_run(recipe, config, command)
         elif command.torchrun:
@@ -247,7 +247,6 @@ class Run(Subcommand):
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Print the requirements of a run, and finally the errors that prevent its start."""
-        from torchtune._cli.estimate import dry_run
         from torchtune.config import load_and_check
 
         self._check_distributed(recipe, wanted=bool(command.torchrun))
@@ -307,3 +306,45 @@ def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         runpy.run_path(str(recipe.path), run_name="__main__")
     else:
         runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
+
+
+def _simulate(recipe: RecipeTarget, config: Path, command: Command) -> None:
+    """Simulate a step of a recipe on the devices of ``--simulate``."""
+    if command.simulate is None:
+        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
+    if command.torchrun:
+        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
+    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
+
+
+class Estimate(Subcommand):
+    """Subcommand that simulates a step of a recipe on any devices."""
+
+    name = "estimate"
+    usage = "tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]"
+    help = "Simulate a step of a recipe on any number of devices: memory, time, cost"
+    description = (
+        "Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
+        "The same as tune run --dry-run --simulate."
+    )
+    epilog = """
+        options:
+          --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
+          --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
+
+        examples:
+          $ tune estimate --config llama3_1/8B_full --simulate 8xH100
+          $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
+    """
+    takes_tokens = True
+
+    def _run(self, args: argparse.Namespace) -> None:
+        command = parse_command(args.tokens)
+        if command.help or not args.tokens:
+            self._parser.print_help()
+            return
+        recipe, config = find_targets(command.recipe, require_config(command, self.name, "--simulate 8xH100"))
+        command.overrides = expand_shorthands(config, command.overrides, command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
+        _simulate(recipe, config, command)

@@ -10,13 +10,12 @@ from torchtune._cli.checks import Checkpoint, Schema, Selfcheck, Validate
 from torchtune._cli.data import Data
 from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
-from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
 from torchtune._cli.export import Export
 from torchtune._cli.import_config import Import
 from torchtune._cli.ls_cp_cat import Cat, Copy, List
 from torchtune._cli.report import Compare, Report
-from torchtune._cli.run import Run
+from torchtune._cli.run import Estimate, Run
 from torchtune._cli.serve import Serve
 from torchtune._cli.sweep import Sweep
 from torchtune.config import redact_secrets

@@ -145,7 +145,7 @@ def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = N
             if entry.is_stored:
                 entry.rows = PreparedRows(Path(folder))  # its files are mapped, and need no names from here on
         return
-    if fingerprint.is_exact:
+    if fingerprint.is_exact:  # an earlier run may have written the rows: complete ones are read without the lock
         rows = _open(root / key)
         if rows is not None:
             yield CacheEntry(rows)
@@ -161,7 +161,7 @@ def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = N
                 entry.rows = PreparedRows(root / key)
             else:
                 shutil.rmtree(root / key, ignore_errors=True)
-        if entry.rows is not None and not fingerprint.is_exact:
+        if entry.rows is not None and not fingerprint.is_exact:  # no later run can use them
             _leave(root / key)
 
 

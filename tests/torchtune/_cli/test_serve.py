@@ -565,3 +565,12 @@ def test_full_queue_is_refused_and_a_closed_connection_ends_its_answer(streams, 
         handle.remove()
         assert replies["answer"]
         assert len(steps) < 50, "of an answer of up to 4,000 tokens"
+
+
+@pytest.mark.parametrize(("error", "is_printed"), [(BrokenPipeError(), False), (ValueError("own"), True)])
+def test_traceback_is_printed_unless_the_client_has_left(error, is_printed, capsys):
+    try:
+        raise error
+    except (OSError, ValueError):
+        ChatServer.handle_error(ChatServer.__new__(ChatServer), None, ("127.0.0.1", 1))
+    assert ("Traceback" in capsys.readouterr().err) is is_printed

@@ -299,3 +299,14 @@ def test_boundaries_without_chunks_are_refused_by_layers_with_chunks():
         attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,), DEVICE)), chunk=4)
     with pytest.raises(ValueError, match="chunks, a soft cap or sinks has no dropout"):
         attention(q, q, q, dropout_p=0.1, chunk=4)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_blocks_of_image_tokens_have_the_dropout_of_attention_weights(is_training):
+    layer = _layer(attn_dropout=0.5).train(is_training)
+    x = torch.randn(1, 6, 16)
+    outputs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        outputs.append(layer(x, blocks=[(0, 2, 5)])[0, 2:5])
+    assert torch.equal(*outputs) != is_training

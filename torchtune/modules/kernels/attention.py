@@ -52,6 +52,7 @@ class TileMask:
             queries = q[images]  # [images, n, s, h]
             keys = k[images]
             values = v[images]
+            # Pairs of padding tokens are masked: real tokens attend to all tokens, and padding tokens to real ones.
             real_output = F.scaled_dot_product_attention(queries[:, :, :num_real], keys, values, dropout_p=dropout_p)
             outputs_of_group = [real_output]
             if num_real < q.shape[2]:

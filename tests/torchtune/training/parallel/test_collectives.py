@@ -18,6 +18,7 @@ from torchtune.estimate._simulate import one_thread, simulated_cluster
 from torchtune.models import from_hf_config
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.parallel.collectives import gather_vocabulary
 
 ON_HOST = True
 CPU = torch.device("cpu")
@@ -177,6 +178,13 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
             "all-reduce": num_bytes / 2,
         },
     }
+
+
+def test_logits_of_shards_are_gathered_along_the_vocabulary():
+    with simulated_cluster(2, 2), one_thread():
+        training.ParallelDims.start(CPU, dp_shard=1, tp=2)
+        logits = gather_vocabulary(torch.zeros(2, 3, 5), torch.distributed.group.WORLD)
+    assert logits.shape == (2, 3, 2 * 5)
 
 
 def test_collectives_move_the_bytes_that_the_guide_says(folder, traffic):
