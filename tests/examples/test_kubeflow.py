@@ -1,11 +1,8 @@
 """Kubeflow Trainer's command lines and the manifests of examples/launch/kubeflow, on tiny weights."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,9 +12,10 @@ import tomllib
 import torch
 import yaml
 
-from tests.recipes.killing import shared_forker
+from tests.recipes.killing import Forker, shared_forker
 from tests.recipes.runs import RECIPES, read_log
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks
+from torchtune._cli import tune
 from torchtune._cli.run import parse_command
 from torchtune._cli.torchrun import torchrun_arguments
 from torchtune._recipe_registry import current_name, find_targets
@@ -265,15 +263,18 @@ def test_lora_runs_on_two_nodes(workspaces, tmp_path):
     output_dir = tmp_path / "output"
     words = command_of("llama3.2-3b-lora-nodes")
     words = [word.replace("/workspace", str(workspaces["llama3"])) for word in words[1:]]
-    command = [sys.executable, "-m", "torchtune._cli.tune", *words, *tiny("llama3_2", output_dir, adapters=True)]
-    environment = {**os.environ, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
-    environment |= {"PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    pods = []
-    for number in range(2):
-        with open(tmp_path / f"pod_{number}", "w") as screen:
-            variables = {**environment, "PET_NODE_RANK": str(number)}
-            pods.append(subprocess.Popen(command, env=variables, stdout=screen, stderr=subprocess.STDOUT))
-    codes = [pod.wait(300) for pod in pods]
-    assert codes == [0, 0], (tmp_path / "pod_0").read_text()[-3000:] + (tmp_path / "pod_1").read_text()[-3000:]
+    words += tiny("llama3_2", output_dir, adapters=True)
+    environment = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    environment |= {"PET_MASTER_PORT": port, "PYTHONPATH": str(LAUNCH.parents[1])}  # workers are new interpreters
+    pods = [Forker(), Forker()]
+    try:
+        for number, pod in enumerate(pods):
+            screen = tmp_path / f"pod_{number}"
+            pod.start_script(Path(tune.__file__), words, screen, 1, **environment, PET_NODE_RANK=str(number))
+        codes = [pod.wait() for pod in pods]
+    finally:
+        for pod in pods:
+            pod.close()
+    assert codes == [[0], [0]], (tmp_path / "pod_0").read_text()[-3000:] + (tmp_path / "pod_1").read_text()[-3000:]
     assert "2 processes" in (tmp_path / "pod_0").read_text()
     assert (output_dir / "epoch_0" / "adapter" / "adapter_model.safetensors").exists()
