@@ -68,7 +68,7 @@ def test_the_optimizer_of_each_group_is_tried(optimizer, said, folder):
         ("model.checkpoint_dir=/nope", "There is no config.json in /nope"),
         ("device=cuda:77", "device: 'cuda:77' was asked for"),
         ("model_converters=[{_component_: torchtune.modules.peft.LoRA, rank: -1}]", "rank"),
-        ("output_dir=/dev/null/run", "output_dir: /dev/null/run cannot be made"),
+        ("output_dir=/dev/null/run", "output_dir: no folder can be made in /dev/null/run"),
         (
             "optimizer={_component_: torchtune.training.GroupedOptimizer, groups: [{pattern: lora_c, lr: 1.0}]}",
             "optimizer.groups[0]: the pattern 'lora_c' matches no trained parameter; nearest are layers.*",
