@@ -63,7 +63,8 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
             raise ValueError("it is not a regular file")
     pillow = _require_pillow()
     pillow.init()
-    formats = [name for name in _FORMATS if name in pillow.OPEN]  # AVIF depends on how Pillow was built
+    # Pillow opens other formats by running a program. AVIF depends on how Pillow was built.
+    formats = [name for name in _FORMATS if name in pillow.OPEN]
     file = value
     if not isinstance(value, Path):
         file = io.BytesIO(value)

@@ -262,7 +262,7 @@ def as_message(value: MessageLike) -> Message:
     try:
         message = Message(role, content, extra=extra, ipython=bool(value.get("ipython")))
     except ValueError as error:
-        raise DataError(str(error).rstrip(".")) from error
+        raise DataError(str(error).rstrip(".")) from error  # a report goes on after the reason of a row
     message.eot = value.get("eot") is not False
     _set_training(message, value)
     return message
@@ -604,7 +604,7 @@ def mask_messages(
 
 
 def validate_messages(messages: Sequence[MessageLike]) -> None:
-    """Check the order of the turns of a conversation.
+    """Check the order of the turns of a conversation; datasets with ``allow_any_order`` do not call it.
 
     Raises:
         DataError: there are fewer than two turns, an assistant turn follows neither a user nor a tool turn, two user
@@ -629,6 +629,7 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
             raise DataError(
                 f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn ({switch})"
             )
+        # A mistake of the data in any order: no setting is recommended.
         if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not calls_tool:
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role

@@ -261,13 +261,13 @@ class Observer(TorchDispatchMode):
 
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
-        line = "torch"
+        line = "torch"  # if all frames are those of torch and of this observer
         frame = sys._getframe(2)  # not this method and its caller
         while frame is not None:
             file = frame.f_code.co_filename
-            is_ours = file.startswith(_HERE)
-            is_torch = f"{_TORCH}/" in file
-            if not is_ours and not is_torch and not file.startswith("<"):
+            is_observer = file.startswith(_HERE)
+            is_torch = file.startswith(f"{_TORCH}/")
+            if not is_observer and not is_torch and not file.startswith("<"):
                 # The library's files with their folder, a recipe by its name.
                 _, library, path = file.rpartition(f"/{_LIBRARY}/")
                 name = f"{_LIBRARY}/{path}" if library else file.rpartition("/")[2]
@@ -418,14 +418,18 @@ class Observer(TorchDispatchMode):
                     break
 
     def record_model(self, model: torch.nn.Module, name: str) -> None:
-        """Record a model after its weights are loaded."""
+        """Record a model after its weights are loaded.
+
+        A simulation builds few of the layers; ``kept_layers`` of a stack has their numbers in the whole model.
+        """
         for path, module in model.named_modules():
             self._names[id(module)] = _any_layer(path or name)
         for kind, stack in stacks(model).items():
             kept_layers = getattr(stack, "kept_layers", range(len(stack.layers)))
+            # A moment is the forward or backward pass of a layer. Its peak depends on the sizes of the layers beside it
+            # as well, so that they are in its name: peaks are extrapolated between moments of the same name.
             sizes = [None, *(magnitude(layer) for layer in stack.layers), None]  # none before the first, after the last
             for position, (layer, index) in enumerate(zip(stack.layers, kept_layers, strict=True)):
-                # A moment is extrapolated only between layers whose neighbors have the same sizes.
                 sizes_beside = (sizes[position], sizes[position + 2])
                 self._layers[id(layer)] = f"{name} {kind} {index} {sizes_beside}"
         for parameter in model.parameters():

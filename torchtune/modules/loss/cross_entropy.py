@@ -668,6 +668,7 @@ class ClassificationLoss(SFTLoss, nn.Module):
             if self._targets.device != labels.device:  # at the first call
                 self._targets = self._targets.to(labels.device)
             targets = self._targets.index_select(0, labels)  # [n, c] or [n, 1]
+        # Classes are floats on the way, too, so that the losses of all problems have one signature.
         losses = self._losses(logits, targets.to(logits.dtype))  # [n]
         if self._outputs is not None:
             self._outputs.append((logits.detach(), targets.detach()))

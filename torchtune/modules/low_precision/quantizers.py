@@ -449,6 +449,7 @@ class FakeQuantize(Conversion):
                 f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
+            # The sum of base and adapter is rounded, so that the adapter has no input of its own to drop.
             check_no_dropout(layer.dropout.p)
             fake_quantized = change_class(layer, QATLoRALinear)
         elif type(layer).forward is nn.Linear.forward:

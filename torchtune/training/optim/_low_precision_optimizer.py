@@ -449,7 +449,7 @@ class LowPrecisionOptimizer(Optimizer):
         return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
     def _stand_in(self, parameter: nn.Parameter, stored: Tensor, like: Tensor) -> Tensor:
-        """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy.
+        """Return a stored tensor in float32, in the shape of ``like``: itself if float32 and contiguous, or a copy.
 
         For an optimizer that is not elementwise, the full tensor is gathered from all ranks.
         """
@@ -459,7 +459,7 @@ class LowPrecisionOptimizer(Optimizer):
         stand_in = stored
         if stored.dtype in HALF:
             stand_in = stored.float()
-        stand_in = stand_in.contiguous()
+        stand_in = stand_in.contiguous()  # the states that an optimizer makes have the layout of its weight
         if not self._elementwise and isinstance(parameter, DTensor):
             sharded = DTensor.from_local(
                 stand_in,
