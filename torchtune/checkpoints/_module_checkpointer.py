@@ -10,7 +10,7 @@ from torch import nn
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, save_tokenizer, shard_files, write_extra_files
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
-from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._save import TensorGroup, check_finite
 from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
     SAFETENSORS_INDEX,
@@ -179,9 +179,15 @@ class ModuleCheckpointer(CheckpointStore):
             The checkpoint folder.
 
         Raises:
-            UserError: the state dict cannot be written, or the disk is full or not writable.
+            UserError: the state dict cannot be written, a trained parameter is NaN or infinite, or the disk is full or
+                not writable.
         """
         self._saver.wait()
+        trained = {}
+        for parameter_name, parameter in models.named_parameters():
+            if parameter.requires_grad:
+                trained[parameter_name] = parameter
+        check_finite(name, trained, self._ranks)
         tensors = [TensorGroup.of(key, tensor) for key, tensor in _state_dict(models).items()]
         files, index = shard_files(tensors, max_shard_bytes)
 
