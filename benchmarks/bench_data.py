@@ -100,7 +100,7 @@ def prepare_with_trl(data: str, tokenizer: str, processes: int) -> int:
 
 SIDES = {"torchtune": prepare_with_torchtune, "trl": prepare_with_trl}
 IMPORTED = {
-    "torchtune": ["torchtune.datasets._sft", "torchtune.tokenizers._hf_model_tokenizer"],
+    "torchtune": ["torchtune.datasets._sft", "torchtune.tokenizers._hf_tokenizer"],
     "trl": ["trl.trainer.sft_trainer"],
 }
 

@@ -91,10 +91,14 @@ class EleutherEvalRecipe:
         """Find the tasks, then load tokenizer and model."""
         self.tasks = evaluation.find_tasks(cfg.tasks, cfg.include_path)
         folder = cfg.checkpointer.get("checkpoint_dir")
-        self.tokenizer = hf_tokenizer(folder) if cfg.tokenizer is None else config.instantiate(cfg.tokenizer)
+        self.tokenizer = config.instantiate(cfg.tokenizer)
+        if self.tokenizer is None:
+            self.tokenizer = hf_tokenizer(folder)
         checkpointer = config.instantiate(cfg.checkpointer)
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            self.model = from_hf_config(folder) if cfg.model is None else config.instantiate(cfg.model)
+            self.model = config.instantiate(cfg.model)
+            if self.model is None:
+                self.model = from_hf_config(folder)
             apply_conversions(self.model, [config.instantiate(converter) for converter in cfg.model_converters])
         training.fit_vocabulary(self.model, self.tokenizer)
         checkpointer.load_model(self.model, device=self.device)

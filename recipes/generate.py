@@ -83,8 +83,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         # Configs of earlier releases have image and text inside prompt.user.
-        if isinstance(user := self.prompt.get("user"), dict):
-            self.prompt = {**self.prompt, "user": None, **{{"text": "user"}.get(k, k): v for k, v in user.items()}}
+        content = self.prompt.get("user")
+        if isinstance(content, dict):
+            self.prompt = {**self.prompt, "user": None}
+            for kind, value in content.items():
+                key = "user" if kind == "text" else kind
+                self.prompt[key] = value
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (setting, error and remedy) for invalid combinations of settings."""
@@ -118,7 +122,9 @@ class InferenceRecipe:
 
     def setup(self, cfg: Settings) -> None:
         """Read the prompts, then load tokenizer and model."""
-        self.prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system")) if cfg.prompts else []
+        self.prompts = []
+        if cfg.prompts:
+            self.prompts = generation.read_prompts(cfg.prompts, cfg.prompt.get("system"))
         folder = cfg.checkpointer.get("checkpoint_dir")
         checkpointer = config.instantiate(cfg.checkpointer)
         has_images = bool(cfg.prompt.get("image")) or any(prompt.has_images for prompt in self.prompts)
@@ -182,15 +188,20 @@ class InferenceRecipe:
     @utils.doing("generating")
     def answer_file(self, cfg: Settings) -> None:
         """Answer every prompt of the file without an answer."""
-        output = Path(cfg.output) if cfg.output else Path(cfg.prompts).with_suffix(".answers.jsonl")
+        output = Path(cfg.prompts).with_suffix(".answers.jsonl")
+        if cfg.output:
+            output = Path(cfg.output)
         started = time.perf_counter()
-        processors = {"logits_processors": cfg.logits_processors} if cfg.logits_processors else {}
+        # The answers depend on these, too: a file of answers with others is not continued.
+        further_settings = {"system": cfg.prompt.get("system")}
+        if cfg.logits_processors:
+            further_settings["logits_processors"] = cfg.logits_processors
         answers = generation.answer_prompts(
             self.model,
             self.tokenizer,
             self.prompts,
             output,
-            {"system": cfg.prompt.get("system"), **processors},
+            further_settings,
             source=cfg.prompts,
             max_new_tokens=cfg.max_new_tokens,
             temperature=cfg.temperature,

@@ -205,7 +205,9 @@ class GRPORecipe:
         checkpoints.add_reference(self.checkpointer, cfg.ref_checkpointer, cfg.loss)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
-        seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
+        seed = cfg.seed
+        if self.resume_point is not None:
+            seed = self.resume_point.progress["seed"]
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
@@ -213,7 +215,9 @@ class GRPORecipe:
         """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = None
+        if cfg.dataset_val:
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
@@ -278,7 +282,10 @@ class GRPORecipe:
     def load_model(self, cfg: Settings, name: str = "policy") -> torch.nn.Module:
         """Build on the meta device, convert and parallelize, then load: each rank reads only its shards."""
         with training.set_default_dtype(self.dtype), torch.device("meta"):
-            model = config.instantiate(cfg.model if name == "policy" else cfg.ref_model or cfg.model)
+            builder = cfg.model
+            if name == "reference" and cfg.ref_model:
+                builder = cfg.ref_model
+            model = config.instantiate(builder)
             apply_conversions(model, [config.instantiate(converter) for converter in cfg.model_converters])
         if cfg.resize_token_embeddings:
             folder = self.checkpointer.store.source(name).checkpoint_dir
@@ -337,7 +344,9 @@ class GRPORecipe:
 
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
         """Sample and score answers, which depend only on the seed, the step and the row."""
-        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        prompts = []
+        for batch in batches:
+            prompts += batch.prompts
         seeds = None
         if not greedy:
             seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
@@ -354,13 +363,17 @@ class GRPORecipe:
         cfg = self.cfg
         scored = self.sample(prompts, cfg.num_samples)
         advantages = self.advantages(scored.rewards, self.dims)
-        self.step_metrics.log_mean(scored.figures() | (self.environments.figures() if self.environments else {}))
+        self.step_metrics.log_mean(scored.figures())
+        if self.environments is not None:
+            self.step_metrics.log_mean(self.environments.figures())
         batches, num_terms, num_labels = scored.batches(
             advantages, self.loss_fn, self.dims, cfg.tokens_per_batch, cfg.drop_unfinished, self.shares_prefix
         )
         batches = [batch.to(self.device, non_blocking=True) for batch in batches]
         self.record.write(self.global_step + 1, scored, advantages, num_terms, self.metric_logger)
-        return [(batches, num_terms)] * cfg.num_iterations, sum(batch.num_tokens for batch in batches), num_labels
+        updates = [(batches, num_terms)] * cfg.num_iterations  # of the same answers
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return updates, num_tokens, num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Sum the loss over the tokens (or answers) of a batch; returns a scalar."""
@@ -421,7 +434,8 @@ class GRPORecipe:
 
                 if self.global_step % cfg.log_every_n_steps == 0:
                     metrics |= self.guard.metrics() | throughput.metrics()
-                    metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
+                    if cfg.log_peak_memory_stats:
+                        metrics |= training.get_memory_stats(self.device)
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
@@ -455,11 +469,15 @@ class GRPORecipe:
             "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
-        return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
-        state = self.training_state() if self.global_step < self.total_steps else None
+        state = None
+        if self.global_step < self.total_steps:
+            state = self.training_state()
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = checkpoints.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional

@@ -194,7 +194,9 @@ class LoRAFinetuneRecipeDistributed:
         self.quantizer = config.instantiate(cfg.quantizer)
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
-        seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
+        seed = cfg.seed
+        if self.resume_point is not None:
+            seed = self.resume_point.progress["seed"]
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
@@ -202,7 +204,9 @@ class LoRAFinetuneRecipeDistributed:
         """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = None
+        if cfg.dataset_val:
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
@@ -380,7 +384,8 @@ class LoRAFinetuneRecipeDistributed:
 
                 if self.global_step % cfg.log_every_n_steps == 0:
                     metrics |= self.guard.metrics() | throughput.metrics()
-                    metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
+                    if cfg.log_peak_memory_stats:
+                        metrics |= training.get_memory_stats(self.device)
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
@@ -416,11 +421,15 @@ class LoRAFinetuneRecipeDistributed:
             "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
-        return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Save the adapter, the merged model after an epoch and, unless training is finished, the resume state."""
-        state = self.training_state() if self.global_step < self.total_steps else None
+        state = None
+        if self.global_step < self.total_steps:
+            state = self.training_state()
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = checkpoints.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional

@@ -222,7 +222,9 @@ class PPORecipe:
         self.checkpointer.add_source("reference", config.instantiate(cfg.ref_policy_checkpointer))
         resume = cfg.resume_from_checkpoint or training.is_restart()
         self.resume_point = self.checkpointer.open_output_dir(cfg, resume=resume)
-        seed = self.resume_point.progress["seed"] if self.resume_point else cfg.seed
+        seed = cfg.seed
+        if self.resume_point is not None:
+            seed = self.resume_point.progress["seed"]
         self.seed = cfg.seed = training.set_seed(seed, debug_mode=cfg.cudnn_deterministic_mode)
         self.global_step = 0
 
@@ -230,7 +232,9 @@ class PPORecipe:
         """Build all objects for training, without training or saving anything."""
         self.tokenizer = config.instantiate(cfg.tokenizer)
         self.loader = self.setup_loader(cfg.dataset, cfg.batch_size, training_data=True)
-        self.loader_val = cfg.dataset_val and self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
+        self.loader_val = None
+        if cfg.dataset_val:
+            self.loader_val = self.setup_loader(cfg.dataset_val, cfg.batch_size_val or cfg.batch_size)
         self.total_steps = cfg.max_steps or cfg.epochs * len(self.loader)
 
         self.model = self.setup_model(cfg)
@@ -314,7 +318,9 @@ class PPORecipe:
         is_frozen = name in ("reference", "reward")
         device = "cpu" if cfg.fsdp_cpu_offload else self.device
         self.checkpointer.load_model(model, device=device, name=name, whole=is_frozen and not has_adapters(model))
-        return model.requires_grad_(False).eval() if is_frozen else model
+        if is_frozen:
+            model.requires_grad_(False).eval()
+        return model
 
     def setup_loader(self, dataset: Any, batch_size: int, *, training_data: bool = False) -> BatchLoader:
         """Build this rank's loader of prompts; the order depends only on the seed and the epoch."""
@@ -367,9 +373,13 @@ class PPORecipe:
 
     def sample(self, batches: list[Batch], num_samples: int, *, greedy: bool = False) -> rlhf.ScoredRollouts:
         """Sample and score answers, which depend only on the seed, the step and the row."""
-        prompts = [prompt for batch in batches for prompt in batch.prompts]
-        seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
-        rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, None if greedy else seeds)
+        prompts = []
+        for batch in batches:
+            prompts += batch.prompts
+        seeds = None
+        if not greedy:
+            seeds = [rlhf.prompt_seed(self.seed, self.global_step, prompt.number) for prompt in prompts]
+        rollouts = self.sampler([prompt.tokens for prompt in prompts], num_samples, seeds)
         return rlhf.judge_rollouts(prompts, rollouts, self.reward_model, self.tokenizer)
 
     def make_experience(self, prompts: list[Batch]) -> tuple[Iterable[tuple[list[Batch], int]], int, int]:
@@ -397,7 +407,8 @@ class PPORecipe:
             device=self.device,
             dims=self.dims,
         )
-        return updates, sum(len(rollout.tokens) - 1 for rollout in scored.rollouts), num_labels
+        num_tokens = sum(len(rollout.tokens) - 1 for rollout in scored.rollouts)
+        return updates, num_tokens, num_labels
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         """Sum the loss of policy and value model over the tokens of a batch; returns a scalar."""
@@ -447,7 +458,8 @@ class PPORecipe:
 
                 if self.global_step % cfg.log_every_n_steps == 0:
                     metrics |= self.guard.metrics() | throughput.metrics()
-                    metrics |= training.get_memory_stats(self.device) if cfg.log_peak_memory_stats else {}
+                    if cfg.log_peak_memory_stats:
+                        metrics |= training.get_memory_stats(self.device)
                     self.metric_logger.log_dict(metrics, step=self.global_step)
                     progress.update_metrics(metrics)
                 progress.advance(self.global_step)
@@ -503,11 +515,15 @@ class PPORecipe:
             "best": self.best,
             "progress": {"seed": self.seed, "global_step": self.global_step, "total_steps": self.total_steps},
         }
-        return state if self.lr_scheduler is None else {**state, "lr_scheduler": self.lr_scheduler}
+        if self.lr_scheduler is not None:
+            state["lr_scheduler"] = self.lr_scheduler
+        return state
 
     def save_checkpoint(self, name: str, *, optional: bool) -> None:
         """Save the model (adapters also merged, after an epoch) and, unless training is finished, the resume state."""
-        state = self.training_state() if self.global_step < self.total_steps else None
+        state = None
+        if self.global_step < self.total_steps:
+            state = self.training_state()
         merge = not self.cfg.save_adapter_weights_only and (state is None or name.startswith("epoch"))
         contents = checkpoints.checkpoint_contents(self.model, merge=merge)
         async_save = self.cfg.enable_async_checkpointing and optional

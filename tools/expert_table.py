@@ -11,7 +11,7 @@ from typing import Any
 
 from composition_table import list_table
 
-from torchtune._cli._find_recipe import recipe_named_by
+from torchtune._recipe_registry import recipe_named_by
 from torchtune.config import load_and_check
 from torchtune.estimate import estimate_run, parse_cluster
 from torchtune.estimate._roofline import step_time

@@ -154,7 +154,7 @@ def number(result: dict[str, Any], stage: str, name: str, form: str = "{:,.0f}")
 
 def simulate_cases() -> dict[str, dict[str, float]]:
     """Return peak and step time of each case, simulated by its recipe with the benchmark's settings."""
-    from torchtune._cli._find_recipe import recipe_named_by
+    from torchtune._recipe_registry import recipe_named_by
     from torchtune.config import load_and_check
     from torchtune.estimate import build_on_meta, estimate_run, parse_cluster
     from torchtune.estimate._roofline import step_time

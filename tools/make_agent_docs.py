@@ -9,9 +9,8 @@ import string
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli._find_recipe import resolve_recipe
 from torchtune._cli.tune import SUBCOMMANDS
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import get_all_recipes, resolve_recipe
 from torchtune.config import json_schema
 
 ROOT = Path(__file__).parents[1]

@@ -183,7 +183,7 @@ def pictures() -> dict[str, str]:
 
 def simulate(label: str, config: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the peak memory of a run in GiB by component."""
-    from torchtune._cli._find_recipe import recipe_named_by, resolve_config
+    from torchtune._recipe_registry import recipe_named_by, resolve_config
     from torchtune.config import load_and_check
     from torchtune.estimate import estimate_run
 

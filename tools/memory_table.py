@@ -17,9 +17,8 @@ import yaml
 from composition_table import list_table
 from torch import nn
 
-from torchtune._cli._find_recipe import recipe_named_by
 from torchtune._config_templates import models, usual_methods
-from torchtune._recipe_registry import find_config
+from torchtune._recipe_registry import find_config, recipe_named_by
 from torchtune.config import SettingsView, load_and_check
 from torchtune.estimate import build_on_meta, estimate_run
 from torchtune.estimate._plan import row_length

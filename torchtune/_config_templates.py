@@ -324,6 +324,7 @@ def _reason_of_memory(model: str, method: str, teacher: str | None) -> str | Non
         needed += _FROZEN_BYTES * teacher_parameters
     if needed < _DEVICE_BYTES:
         return None
+    # A method of several devices has the name of that of one device, without an ending or with another one.
     stem = method.removesuffix("_single_device")
     for several in (stem, f"{stem}_distributed", f"{stem}_full"):
         if several != method and several in methods():

@@ -23,9 +23,9 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, Block, Command, blocks_of, 
 from tests.recipes.killing import Forker, shared_forker
 from tests.torchtune.checkpoints.gguf_files import write_gguf
 from torchtune._cli import tune
-from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
-from torchtune._cli.subcommand import parse_command, torchrun_arguments
-from torchtune._recipe_registry import find_config
+from torchtune._cli.run import parse_command
+from torchtune._cli.torchrun import torchrun_arguments
+from torchtune._recipe_registry import find_config, recipe_named_by, resolve_config, resolve_recipe
 from torchtune.config import load_and_check
 from torchtune.estimate import parse_cluster, parse_memory
 

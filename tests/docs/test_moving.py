@@ -7,8 +7,7 @@ import re
 import pytest
 
 from tests.docs.pages import ROOT
-from torchtune._cli._find_recipe import resolve_recipe
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import get_all_recipes, resolve_recipe
 
 _ROW = re.compile(r"^   \* - (.*)\n     - ((?:.*\n)(?:       .*\n)*)", re.MULTILINE)
 _NAME = re.compile(r"``([a-z][\w.]*)(?:: [^`]*)?``")

@@ -18,9 +18,9 @@ import yaml
 from tests.recipes.killing import shared_forker
 from tests.recipes.runs import RECIPES, read_log
 from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks
-from torchtune._cli._find_recipe import find_targets
-from torchtune._cli.subcommand import parse_command, torchrun_arguments
-from torchtune._recipe_registry import current_name
+from torchtune._cli.run import parse_command
+from torchtune._cli.torchrun import torchrun_arguments
+from torchtune._recipe_registry import current_name, find_targets
 from torchtune.config import load_and_check
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"

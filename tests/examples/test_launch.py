@@ -12,8 +12,9 @@ import yaml
 
 from tests.recipes.runs import RECIPES, write_config
 from tests.tiny import CHATS, write_conversations, write_tokenizer
-from torchtune._cli._find_recipe import recipe_named_by, resolve_config
-from torchtune._cli.subcommand import parse_command, torchrun_arguments
+from torchtune._cli.run import parse_command
+from torchtune._cli.torchrun import torchrun_arguments
+from torchtune._recipe_registry import recipe_named_by, resolve_config
 from torchtune.config import load_and_check
 
 LAUNCH = Path(__file__).parents[2] / "examples" / "launch"

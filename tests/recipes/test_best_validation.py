@@ -136,7 +136,7 @@ def test_the_best_is_kept_and_the_run_ends_early(tmp_path, caplog, tune):
         (SETTINGS | {"keep_best": "loss"}, "keep_best: must be a validation metric, such as val_loss or max:val_"),
     ],
 )
-def test_refused_before_the_start(tmp_path, settings, message):
+def test_settings_of_the_best_checkpoint_that_do_not_fit_are_refused_before_the_start(tmp_path, settings, message):
     with pytest.raises(ConfigError, match=message):
         start(NAME, tmp_path, **settings)
 

@@ -13,6 +13,7 @@ from tests.tiny import write_checkpoint, write_lines
 from torchtune.checkpoints import CheckpointError
 from torchtune.config import load_and_check
 from torchtune.estimate import plan_data
+from torchtune.modules import classifier_model
 from torchtune.reports import RunFolder
 from torchtune.training import ClassificationError
 from torchtune.utils import UserError
@@ -183,3 +184,11 @@ def test_language_model_has_no_classes(tmp_path):
     model, tokenizer = torchtune.load(write_checkpoint(tmp_path / "checkpoint"), dtype="fp32", device=DEVICE)
     with pytest.raises(UserError, match="it predicts tokens and has no classes"):
         torchtune.classify(model, tokenizer, "the cat")
+
+
+def test_reward_model_gives_a_number(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint")
+    _, tokenizer = torchtune.load(checkpoint, device="cpu")
+    model = classifier_model(1, "torchtune.models.from_hf_config", checkpoint_dir=str(checkpoint))
+    tokens = torch.tensor([tokenizer.encode("the cat", add_eos=False)])
+    assert torchtune.classify(model, tokenizer, "the cat") == pytest.approx(model(tokens)[0, -1].item(), abs=1e-5)

@@ -12,51 +12,64 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from torchtune.reports import RunFolder, judge
 from torchtune.utils import UserError
 
-ONE, MANY = "knowledge_distillation_single_device", "knowledge_distillation_distributed"
+ONE = "knowledge_distillation_single_device"
+MANY = "knowledge_distillation_distributed"
 LOSSES = "torchtune.modules.loss."
 
 
-def true_losses(run, folder, rows):
-    """Cross entropy, and KL(teacher‖student) without the teacher's entropy, of two plain models of ``transformers``."""
+def plain_model(folder):
+    """A model of ``transformers``."""
     from transformers import AutoModelForCausalLM
 
-    models = [
-        AutoModelForCausalLM.from_pretrained(folder / at, dtype=torch.float32) for at in ("checkpoint", "teacher")
-    ]
-    entropies, divergences = [], []
-    for row in (run.recipe.loader.dataset[index] for index in range(rows)):
-        tokens, labels = torch.as_tensor(row["tokens"]), torch.as_tensor(row["labels"])
-        with torch.no_grad():
-            student, teacher = (model(tokens[None]).logits[0][labels != CROSS_ENTROPY_IGNORE_IDX] for model in models)
-        teacher = teacher[:, : student.shape[1]]  # the teacher's embedding is padded
-        entropies.append(F.cross_entropy(student, labels[labels != CROSS_ENTROPY_IGNORE_IDX], reduction="none"))
-        divergences.append(-(teacher.softmax(-1) * student.log_softmax(-1)).sum(-1))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def labeled_logits(model, row):
+    """The logits of the labels of a row, and the labels: ``[labels, vocabulary]`` and ``[labels]``."""
+    tokens = torch.as_tensor(row["tokens"])
+    labels = torch.as_tensor(row["labels"])
+    is_labeled = labels != CROSS_ENTROPY_IGNORE_IDX
+    with torch.no_grad():
+        logits = model(tokens[None]).logits[0]
+    return logits[is_labeled], labels[is_labeled]
+
+
+def plain_losses(run, folder, rows):
+    """Cross entropy, and KL(teacher‖student) without the teacher's entropy, of two plain models."""
+    student = plain_model(folder / "checkpoint")
+    teacher = plain_model(folder / "teacher")
+    entropies = []
+    divergences = []
+    for index in range(rows):
+        row = run.recipe.loader.dataset[index]
+        student_logits, labels = labeled_logits(student, row)
+        teacher_logits, _ = labeled_logits(teacher, row)
+        teacher_logits = teacher_logits[:, : student_logits.shape[1]]  # the teacher's embedding is padded
+        entropies.append(F.cross_entropy(student_logits, labels, reduction="none"))
+        divergences.append(-(teacher_logits.softmax(-1) * student_logits.log_softmax(-1)).sum(-1))
     return torch.cat(entropies).mean().item(), torch.cat(divergences).mean().item()
+
+
+def plain_predictions(run, folder, rows):
+    """Share of labels that are the likeliest token, and mean entropy of the predictions, of the plain student."""
+    student = plain_model(folder / "checkpoint")
+    are_likeliest = []
+    entropies = []
+    for index in range(rows):
+        logits, labels = labeled_logits(student, run.recipe.loader.dataset[index])
+        are_likeliest.append(logits.argmax(-1) == labels)
+        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    accuracy = torch.cat(are_likeliest).float().mean().item()
+    return {"token_accuracy": accuracy, "entropy": torch.cat(entropies).mean().item()}
 
 
 def test_the_losses_are_those_of_two_plain_models(tmp_path):
     settings = {"batch_size": 3, "gradient_accumulation_steps": 2, "kd_ratio": 0.3, "shuffle": False}
-    run_of_chunks = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
-    entropy, divergence = true_losses(run_of_chunks, tmp_path, rows=6)
-    wanted = {"class_loss": entropy, "kd_loss": divergence, "loss": 0.7 * entropy + 0.3 * divergence}
-    wanted |= student_predictions(run_of_chunks, tmp_path, rows=6)
-    assert {name: run_of_chunks.figure(name)[0] for name in wanted} == pytest.approx(wanted, abs=1e-5)
-
-
-def student_predictions(run, folder, rows):
-    """Share of labels that are the likeliest token, and mean entropy of the predictions, of the plain student."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", dtype=torch.float32)
-    are_likeliest, entropies = [], []
-    for row in (run.recipe.loader.dataset[index] for index in range(rows)):
-        tokens, labels = torch.as_tensor(row["tokens"]), torch.as_tensor(row["labels"])
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0][labels != CROSS_ENTROPY_IGNORE_IDX]
-        are_likeliest.append(logits.argmax(-1) == labels[labels != CROSS_ENTROPY_IGNORE_IDX])
-        entropies.append(torch.distributions.Categorical(logits=logits).entropy())
-    accuracy = torch.cat(are_likeliest).float().mean().item()
-    return {"token_accuracy": accuracy, "entropy": torch.cat(entropies).mean().item()}
+    run = start(ONE, tmp_path, **settings, max_steps_per_epoch=1)
+    entropy, divergence = plain_losses(run, tmp_path, rows=6)
+    expected = {"class_loss": entropy, "kd_loss": divergence, "loss": 0.7 * entropy + 0.3 * divergence}
+    expected |= plain_predictions(run, tmp_path, rows=6)
+    assert {name: run.figure(name)[0] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_teacher_stays_as_it_is(tmp_path):
@@ -90,7 +103,8 @@ def test_a_cache_of_the_teacher_changes_nothing_and_needs_no_teacher(tmp_path, m
             assert once.losses == live.losses
             assert once.figure("val_kd_loss") == live.figure("val_kd_loss")
             assert all(torch.equal(value, once.trained[key]) for key, value in live.trained.items())
-            monkeypatch.setattr(rlhf, "load_teacher", lambda *_, **__: pytest.fail("it is not needed any more"))
+            # The second run reads the cache alone.
+            monkeypatch.setattr(rlhf, "load_teacher", lambda *_, **__: pytest.fail("the teacher is loaded"))
         else:
             assert once.losses == pytest.approx(live.losses, abs=1e-5)
 
@@ -110,14 +124,21 @@ def test_a_stale_cache_is_refused_by_what_changed(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             start(ONE, tmp_path, **{**settings, **change})
-    for name, spoil, words in (
-        ("log_probs.float32", lambda text: bytes(byte ^ 1 for byte in text), r"what is kept of row \d+ is damaged"),
-        ("tokens.int32", lambda text: text[: len(text) // 2], "its files are too short"),
-        ("rows.npz", lambda text: text[: len(text) // 2], "rows.npz: it cannot be read"),
+
+    def flip_bits(content):
+        return bytes(byte ^ 1 for byte in content)
+
+    def cut(content):
+        return content[: len(content) // 2]
+
+    for name, damage, words in (
+        ("log_probs.float32", flip_bits, r"what is kept of row \d+ is damaged"),
+        ("tokens.int32", cut, "its files are too short"),
+        ("rows.npz", cut, "rows.npz: it cannot be read"),
     ):
         path = tmp_path / "kept" / "train" / name
         before = path.read_bytes()
-        path.write_bytes(spoil(before))
+        path.write_bytes(damage(before))
         with pytest.raises(UserError, match=words):
             start(ONE, tmp_path, **{**settings, "train": True})
         path.write_bytes(before)
@@ -154,8 +175,10 @@ def test_a_resume_with_another_teacher_is_refused(tmp_path):
     ],
 )
 def test_unsuitable_teachers_are_refused_in_one_sentence(change, words, tmp_path):
-    settings = change if isinstance(change, dict) else {}
-    if change == "fewer tokens":
+    settings = {}
+    if isinstance(change, dict):
+        settings = change
+    elif change == "fewer tokens":
         write_checkpoint(tmp_path / "teacher", vocab_size=300)
     elif change == "a reward model":
         write_checkpoint(tmp_path / "teacher", is_reward=True)
@@ -177,10 +200,10 @@ def test_a_dry_run_counts_the_teacher_and_looks_for_its_weights(tmp_path):
     main = load_recipe(ONE, tmp_path).recipe_main
     cfg = load_and_check(write_config(ONE, tmp_path, tmp_path / "new"), [], main)
     assert "\nteacher     torchtune.models." in plan_run(cfg)
-    both = 0
+    num_parameters = 0
     for model in (run.recipe.model, run.recipe.teacher.model):
-        both += sum(parameter.numel() for parameter in model.parameters())
-    assert estimate_run(main, cfg).peaks["set-up"].components["parameters"] >= 4 * both
+        num_parameters += sum(parameter.numel() for parameter in model.parameters())
+    assert estimate_run(main, cfg).peaks["set-up"].components["parameters"] >= 4 * num_parameters
     assert run.recipe.teacher.model.tok_embeddings.weight.shape[0] == 384
     assert not find_problems(cfg, 1, thorough=True)
     for file in (tmp_path / "teacher").glob("*.safetensors"):
@@ -201,7 +224,9 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2, "kd_loss": KD}
     full_batch = start(ONE, tmp_path, **settings, batch_size=6)
     for split in ("data_parallel_shard_dim", "tensor_parallel_dim", "context_parallel_dim"):
-        batch_size = 3 if split == "data_parallel_shard_dim" else 6
+        batch_size = 6  # of a process: only data parallelism divides the batch of a step
+        if split == "data_parallel_shard_dim":
+            batch_size = 3
         if split != "tensor_parallel_dim":
             settings["teacher_cache"] = str(tmp_path / f"kept_{split}")
         run = forker.run_on_two(MANY, tmp_path, **settings, **{split: 2, "batch_size": batch_size})

@@ -18,7 +18,7 @@ EPISODES = {
 }
 
 
-def test_calls_become_more_frequent_and_are_written_down(tmp_path):
+def test_a_policy_learns_to_call_tools_and_its_calls_are_logged(tmp_path):
     settings = {"num_samples": 4, "batch_size": 6, "epochs": 3, "optimizer__lr": 0.02, "lr_scheduler": None}
     run = start(FULL, tmp_path, **EPISODES, **settings, dataset_val="${dataset}", run_val_every_n_steps=12)
     calls = run.figure("tools/calls")

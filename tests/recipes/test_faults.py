@@ -66,7 +66,7 @@ def resumed(config, output, path, folder):
 
 
 @pytest.mark.parametrize(("file", "left"), [("model.safetensors", None), ("state/rank_1.safetensors", 0.5)])
-def test_a_marker_that_promises_too_much(interrupted, tmp_path, file, left):
+def test_a_checkpoint_marked_complete_with_a_missing_or_cut_file_is_passed_over(interrupted, tmp_path, file, left):
     """Complete by its marker, but a file of it is gone, or not whole: the one before is resumed, and the file named."""
     config, output = interrupted
     copy = tmp_path / "output"
@@ -146,7 +146,7 @@ def shorter_stream(config, folder):
     [cut_weights, lacking_data, fewer_rows, other_rows, shorter_stream],
     ids=lambda case: case.__name__,
 )
-def test_nothing_begins_that_cannot(case, tmp_path):
+def test_a_run_that_cannot_start_saves_nothing(case, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     config = write_config(NAME, source, tmp_path / "output", batch_size=2)

@@ -34,23 +34,27 @@ LORA = {"lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "l
 
 @pytest.fixture(scope="module")
 def base(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(getattr(request, "param", "qwen3_vl"))
-    config = CONFIGS[getattr(request, "param", "qwen3_vl")]()
-    write_image_checkpoint(image_text_model(config), path / "checkpoint")
+    """A folder with the checkpoint of a family, by default of Qwen 3 VL."""
+    family = getattr(request, "param", "qwen3_vl")
+    path = tmp_path_factory.mktemp(family)
+    write_image_checkpoint(image_text_model(CONFIGS[family]()), path / "checkpoint")
     return path
 
 
+# Endings of tensors that no run trains: bounds of activations and scales of layers.
 CONSTANTS = ("_min", "_max", "std_bias", "std_scale", "layer_scalar")
 every_family = pytest.mark.parametrize("base", CONFIGS, indirect=True)
 
 
 @pytest.fixture
 def folder(base, tmp_path):
+    """A copy, into which a test may write."""
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
 def full_settings(kind, folder, parts, **settings):
+    """Settings of a run on pictures; ``parts`` says which parts of the model are trained, and how."""
     model = {"_component_": BUILDERS[kind], "checkpoint_dir": str(folder / "checkpoint"), **parts}
     if kind == "lora":
         model |= LORA
@@ -63,16 +67,17 @@ def run(kind, folder, parts, **settings):
     return start(f"{kind}_finetune_single_device", folder, **full_settings(kind, folder, parts, **settings))
 
 
-def their_inputs(reference, row):
+def inputs_of_transformers(reference, row):
     """What ``transformers`` takes for a row."""
     images = row["encoder_input"]["images"]
     tokens = torch.tensor([row["tokens"]])
     return {"input_ids": tokens, **inputs_of(reference, tokens, images.patches, images.grids)}
 
 
-def their_answer(reference, row, **settings):
+def answer_of_transformers(reference, row, **settings):
     """Six greedy tokens of ``transformers``."""
-    inputs = their_inputs(reference, row) | {"attention_mask": torch.ones(1, len(row["tokens"]), dtype=torch.int64)}
+    inputs = inputs_of_transformers(reference, row)
+    inputs["attention_mask"] = torch.ones(1, len(row["tokens"]), dtype=torch.int64)
     tokens = reference.generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=-1, **settings)
     return tokens[0, len(row["tokens"]) :].tolist()
 
@@ -83,7 +88,7 @@ def compare(model, reference, transform, folder):
     messages = [Message("user", [*content, {"type": "text", "content": "?"}]), Message("assistant", "r")]
     row = transform({"messages": messages})
     with torch.no_grad():
-        expected = reference.eval()(**their_inputs(reference, row)).logits
+        expected = reference.eval()(**inputs_of_transformers(reference, row)).logits
         logits = model.eval()(torch.tensor([row["tokens"]]), encoder_input=row["encoder_input"])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
@@ -136,12 +141,15 @@ PARTS = {"language_model": "model.language_model.", "projector": "model.visual."
 def test_frozen_parts_stay_as_they_were(part, folder):
     parts = {**dict.fromkeys(PARTS, "frozen"), part: "full"}
     done = run("full", folder, parts, max_steps_per_epoch=1, epochs=1)
-    before, after = (load_file(at / "model.safetensors") for at in (folder / "checkpoint", done.output_dir / "epoch_0"))
+    before = load_file(folder / "checkpoint" / "model.safetensors")
+    after = load_file(done.output_dir / "epoch_0" / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    of_projector = {name for name in before if "merger" in name}
-    wanted = {name for name in before if name.startswith(PARTS[part])}
-    wanted = wanted & of_projector if part == "projector" else wanted - of_projector
-    assert changed == wanted
+    expected = set()
+    for name in before:
+        is_of_projector = "merger" in name  # its names begin as those of the tower
+        if name.startswith(PARTS[part]) and is_of_projector == (part == "projector"):
+            expected.add(name)
+    assert changed == expected
 
 
 @pytest.mark.parametrize(
@@ -182,6 +190,7 @@ def test_text_under_a_frozen_decoder_is_refused_alone_and_trains_nothing_among_i
     assert len(done.losses) == 1 + 12
 
 
+# What is cached -> the recipe and the parts of the model that it trains.
 CACHED = {
     "tokens": ("lora", {}),  # the projector is frozen, too
     "input of the projector": ("full", {"projector": "full", "language_model": "frozen"}),
@@ -220,7 +229,7 @@ def test_training_with_cached_features_is_training_without(kind, folder, encoded
     encoded.clear()
     cached = {**settings, "image_cache": str(folder / "features")}
     cached_run = run(kind, folder, parts, **cached)
-    first = len(encoded)
+    num_encoded = len(encoded)  # in the first epoch: the second one reads the cache
     assert cached_run.losses == plain.losses
     assert [record.get("val_loss") for record in cached_run.records] == [
         record.get("val_loss") for record in plain.records
@@ -232,7 +241,8 @@ def test_training_with_cached_features_is_training_without(kind, folder, encoded
     again = run(kind, folder, parts, **cached, resume_from_checkpoint=True, output_dir=resumed(cached_run, folder))
     # A product for the damaged image alone may round in another way than one for its whole batch.
     assert again.losses == pytest.approx({step: plain.losses[step] for step in range(4, 9)}, rel=1e-5)
-    assert first * 1 / 4 <= len(encoded) - first < first  # of the first epoch, a single image
+    num_encoded_again = len(encoded) - num_encoded  # a single image
+    assert num_encoded / 4 <= num_encoded_again < num_encoded
     encoded.clear()
     run(kind, folder, parts, **cached, seed=5)
     assert not encoded
@@ -308,7 +318,7 @@ def test_a_question_about_a_picture_is_answered_as_by_transformers(use_cache, ba
     options = {"max_generated_tokens": 6, "temperature": 0.0, "use_cache": use_cache}
     with torch.no_grad():
         tokens = list(stream(model, torch.tensor(row["tokens"]), **options, **images_of_row(row, torch.device("cpu"))))
-    assert tokens == their_answer(reference, row, cache_implementation=cache)
+    assert tokens == answer_of_transformers(reference, row, cache_implementation=cache)
 
 
 def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune):
@@ -317,14 +327,16 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     reference = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     model, transform = torchtune.load(checkpoint, device="cpu")
     assert isinstance(transform, torchtune.models.ImageTextTransform)
-    expected, questions, rows = [], [], []
+    expected = []
+    questions = []
+    rows = []
     for seed in range(2):
         file = str(tmp_path / f"{seed}.png")
         Image.frombytes("RGB", (30, 40), random.Random(seed).randbytes(3600)).save(file)
         content = [{"type": "image", "content": file}, {"type": "text", "content": "What?"}]
         questions.append([Message("user", content)])
         row = transform({"messages": questions[-1]}, inference=True)
-        expected.append(transform.decode(their_answer(reference, row)))
+        expected.append(transform.decode(answer_of_transformers(reference, row)))
         rows.append({"prompt": "What?", "image": file, "answer": expected[-1]})
     assert expected[0] != expected[1]
 
@@ -347,22 +359,25 @@ def test_every_way_of_asking_sees_the_picture(base, tmp_path, monkeypatch, tune)
     for row in rows:
         content = [{"type": "image", "content": row["image"]}, {"type": "text", "content": "What?"}]
         scored_row = transform({"messages": [Message("user", content), Message("assistant", row["answer"])]})
-        logits = reference(**their_inputs(reference, scored_row)).logits
-        tokens = torch.tensor(scored_row["tokens"])
-        chosen = logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-        log_probs.append(chosen[~torch.tensor(scored_row["mask"][1:], dtype=torch.bool)].detach())
-    write_lines(data, [{**row, "question": row.pop("prompt")} for row in rows])
-    assert f"  {(-torch.cat(log_probs).mean()).exp():.4g}\n" in tune(*evaluate, "--perplexity").out
+        with torch.no_grad():
+            logits = reference(**inputs_of_transformers(reference, scored_row)).logits
+        next_tokens = torch.tensor(scored_row["tokens"])[1:]
+        is_answer = ~torch.tensor(scored_row["mask"], dtype=torch.bool)[1:]
+        row_log_probs = logits[0, :-1].log_softmax(-1).gather(1, next_tokens[:, None])[:, 0]
+        log_probs.append(row_log_probs[is_answer])
+    write_lines(data, [{**row, "question": row["prompt"]} for row in rows])
+    perplexity = (-torch.cat(log_probs).mean()).exp()
+    assert f"  {perplexity:.4g}\n" in tune(*evaluate, "--perplexity").out
 
 
 def test_data_are_shown_with_sizes_and_tokens_of_images(folder, tune):
     settings = write_pictures(folder, count=2)
     config = write_config("full_finetune_single_device", folder, folder / "output", **settings)
-    tokens = instantiate(settings["tokenizer"]).processor.plan((20, 50)).tokens
+    num_tokens = instantiate(settings["tokenizer"]).processor.plan((20, 50)).tokens
     rows = [folder / "pictures.jsonl", "--tokenizer", folder / "checkpoint", f"image_dir={folder}"]
     for arguments in ([config], rows):
         out = tune("data", "show", *arguments, "--examples", 1).out
-        assert f"images: 20x50 ({tokens} tokens)" in out
+        assert f"images: 20x50 ({num_tokens} tokens)" in out
         assert out.count("<|image_pad|>") == 1
 
 
@@ -371,7 +386,7 @@ def test_compiled_and_recomputed_layers_of_text_and_tower_train_alike(folder, mo
 
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "eager")
     counters.clear()
-    # Every step has all rows: other lengths would be compiled once more.
+    # Every step has all rows: batches of other lengths would be compiled anew.
     parts = {"vision_tower": "full"}
     settings = {"batch_size": 12, "epochs": 2, "shuffle": False}
     plain = run("full", folder, parts, **settings)

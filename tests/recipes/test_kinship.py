@@ -84,7 +84,7 @@ def test_a_shared_setting_has_one_type_default_and_comment():
                 )
 
 
-def test_exceptions_are_needed():
+def test_settings_listed_as_different_between_recipes_do_differ():
     for name, reason in TABLE["own_settings"].items():
         assert reason
         assert len({settings(path)[name] for path in RECIPES if name in settings(path)}) > 1, f"{name} is no exception"
@@ -215,7 +215,7 @@ def test_the_loop_of_a_recipe_is_flat(path):
 
 
 @pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
-def test_the_loop_tells_the_truth(path):
+def test_ranks_agree_in_a_visible_line_and_the_library_is_not_given_the_recipe(path):
     """Ranks agree in one visible line, no function of the library gets the recipe, and what a user edits is plain."""
     text = path.read_text()
     for node in ast.walk(recipe_class(path)):

@@ -6,7 +6,7 @@ from tests.recipes.runs import load_recipe, resume, start, write_config
 from tests.tiny import CHATS, write_conversations
 from torchtune.config import load_and_check
 from torchtune.data import DataError
-from torchtune.estimate._plan_data import plan_data
+from torchtune.estimate import plan_data
 
 NAME = "full_finetune_single_device"
 

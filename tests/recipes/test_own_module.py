@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
 
+from torchtune._cli import tune as tune_command
 from torchtune.checkpoints import CheckpointError, ModuleCheckpointer
 from torchtune.datasets import instantiate_dataset
 
@@ -113,15 +115,7 @@ def losses(folder):
     return [line.partition("loss:")[2].split()[0] for line in lines if "loss:" in line]
 
 
-def run_alone(*words, **environment):
-    import os
-    import subprocess
-
-    command = [sys.executable, "-m", "torchtune._cli.tune", "run", "mine.py", "--config", "mine.yaml", *words]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-
-
-def test_users_module_trains_is_killed_resumes_and_is_saved(folder, tune, caplog):
+def test_users_module_trains_is_killed_resumes_and_is_saved(folder, forker, tune, caplog):
     done = tune("run", "mine.py", "--config", "mine.yaml")
     assert done.code == 0, done.err
     assert "result      out/step_12, the state dict of a Recurrent" in caplog.text
@@ -130,8 +124,9 @@ def test_users_module_trains_is_killed_resumes_and_is_saved(folder, tune, caplog
     assert float(expected_losses[-1]) < float(expected_losses[0])
 
     # Killed in the seventh step, after step_4 was saved; what came after it is computed again.
-    died = run_alone("output_dir=again", DIES_AT="7")
-    assert died.returncode == 9, died.stderr
+    words = ["run", "mine.py", "--config", "mine.yaml", "output_dir=again"]
+    forker.start_script(Path(tune_command.__file__), words, folder / "screen", 1, DIES_AT="7")
+    assert forker.wait() == [9], (folder / "screen").read_text()
     done = tune("run", "mine.py", "--config", "mine.yaml", "output_dir=again", "resume_from_checkpoint=True")
     assert done.code == 0, done.err
     assert losses(folder / "again")[-8:] == expected_losses[-8:]

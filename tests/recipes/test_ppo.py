@@ -38,9 +38,11 @@ STEP = {
 
 
 def other_reference(folder):
-    if not (at := folder / "reference").exists():
-        write_checkpoint(at, seed=5)
-    return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(at)}
+    """A checkpointer of a reference that is not the policy's start."""
+    checkpoint = folder / "reference"
+    if not checkpoint.exists():
+        write_checkpoint(checkpoint, seed=5)
+    return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(checkpoint)}
 
 
 class PlainPPO:
@@ -52,51 +54,65 @@ class PlainPPO:
         def load(kind, name):
             return kind.from_pretrained(folder / name, dtype=torch.float64).eval()
 
-        self.policy, self.reference = (load(AutoModelForCausalLM, name) for name in ("checkpoint", "reference"))
-        self.value, self.reward = (load(AutoModelForSequenceClassification, "reward") for _ in range(2))
+        self.policy = load(AutoModelForCausalLM, "checkpoint")
+        self.reference = load(AutoModelForCausalLM, "reference")
+        self.value = load(AutoModelForSequenceClassification, "reward")  # it starts as the reward model
+        self.reward = load(AutoModelForSequenceClassification, "reward")
         self.rollouts = rollouts
 
     def log_probs(self, model, rollout):
-        rows = (model(rollout.tokens[None]).logits[0] / 0.7).log_softmax(-1)
-        places = range(rollout.prompt_len, len(rollout.tokens))
-        return torch.stack([rows[position - 1, rollout.tokens[position]] for position in places])
+        """Log-probs of the tokens of an answer."""
+        all_log_probs = (model(rollout.tokens[None]).logits[0] / 0.7).log_softmax(-1)
+        positions = range(rollout.prompt_len, len(rollout.tokens))
+        return torch.stack([all_log_probs[position - 1, rollout.tokens[position]] for position in positions])
 
     def values(self, model, rollout):
+        """Values before each token of an answer."""
         hidden = model.model(rollout.tokens[None]).last_hidden_state[0]
         return (hidden @ model.score.weight[0])[rollout.prompt_len - 1 : -1]
 
+    def rewards(self, rollout, log_probs):
+        """The difference to the reference of each token; the last one has the score, too."""
+        last_state = self.reward.model(rollout.tokens[None]).last_hidden_state[0, -1]
+        score = (last_state @ self.reward.score.weight[0]).item()
+        if len(log_probs) < 2 or int(rollout.tokens[-1]) not in STOPS:
+            score = -2.0
+        reference = self.log_probs(self.reference, rollout).tolist()
+        rewards = []
+        for log_prob, reference_log_prob in zip(log_probs, reference, strict=True):
+            rewards.append(-0.3 * (log_prob - reference_log_prob))
+        rewards[-1] += score
+        return rewards
+
     @torch.no_grad()
     def experience(self):
-        """(log-probs, values, advantages, returns) of the tokens of every answer; advantages are centered."""
+        """(log-probs, values, advantages, returns) of the tokens of every answer.
+
+        Advantages have a mean of 0 and a variance of 1 over all answers.
+        """
         answers = []
+        advantages_of_all = []
         for rollout in self.rollouts:
-            old = self.log_probs(self.policy, rollout).tolist()
+            log_probs = self.log_probs(self.policy, rollout).tolist()
             values = self.values(self.value, rollout).tolist()
-            reference = self.log_probs(self.reference, rollout).tolist()
-            last_state = self.reward.model(rollout.tokens[None]).last_hidden_state[0, -1]
-            score = (last_state @ self.reward.score.weight[0]).item()
-            if len(old) < 2 or int(rollout.tokens[-1]) not in STOPS:
-                score = -2.0
-            rewards = [-0.3 * (log_prob - base) for log_prob, base in zip(old, reference, strict=True)]
-            rewards[-1] += score
-            advantages = [0.0] * len(old)
-            last = 0.0
-            for t in reversed(range(len(old))):
-                following = values[t + 1] if t + 1 < len(old) else 0.0
-                last = rewards[t] + 0.9 * following - values[t] + 0.9 * 0.8 * last
-                advantages[t] = last
-            returns = [a + v for a, v in zip(advantages, values, strict=True)]
-            answers.append((old, values, advantages, returns))
-        every = []
-        for _, _, advantages, _ in answers:
-            every += advantages
-        mean = sum(every) / len(every)
-        std = math.sqrt(sum((a - mean) ** 2 for a in every) / (len(every) - 1))
-        whitened_answers = []
-        for old, values, advantages, returns in answers:
-            whitened = [(advantage - mean) / std for advantage in advantages]
-            whitened_answers.append((old, values, whitened, returns))
-        return whitened_answers
+            rewards = self.rewards(rollout, log_probs)
+            next_values = [*values[1:], 0.0]
+            advantages = [0.0] * len(log_probs)
+            next_advantage = 0.0
+            for t in reversed(range(len(log_probs))):
+                error = rewards[t] + 0.9 * next_values[t] - values[t]
+                advantages[t] = error + 0.9 * 0.8 * next_advantage
+                next_advantage = advantages[t]
+            returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+            answers.append((log_probs, values, advantages, returns))
+            advantages_of_all += advantages
+        mean = sum(advantages_of_all) / len(advantages_of_all)
+        variance = sum((advantage - mean) ** 2 for advantage in advantages_of_all) / (len(advantages_of_all) - 1)
+        experience = []
+        for log_probs, values, advantages, returns in answers:
+            whitened = [(advantage - mean) / math.sqrt(variance) for advantage in advantages]
+            experience.append((log_probs, values, whitened, returns))
+        return experience
 
     def step(self):
         """The weights after three passes over all answers."""
@@ -114,8 +130,9 @@ class PlainPPO:
                     ratio = (new[t] - old[t]).exp()
                     self.clipped += not 0.9 <= ratio <= 1.1
                     total = total - torch.min(ratio * advantages[t], ratio.clamp(0.9, 1.1) * advantages[t])
-                    near = old_values[t] + (values[t] - old_values[t]).clamp(-0.05, 0.05)
-                    total = total + 0.5 * 0.5 * torch.max((values[t] - returns[t]) ** 2, (near - returns[t]) ** 2)
+                    near_value = old_values[t] + (values[t] - old_values[t]).clamp(-0.05, 0.05)
+                    error = torch.max((values[t] - returns[t]) ** 2, (near_value - returns[t]) ** 2)
+                    total = total + 0.5 * 0.5 * error
             (total / count).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -155,9 +172,9 @@ def test_a_step_is_that_of_plain_code_however_work_is_split(split, plain):
     lines = read_lines(run.output_dir / "rollouts.jsonl")
     assert [line["reward"] for line in lines] == pytest.approx(rewards, abs=1e-5)
     (saved,) = run.output_dir.glob("epoch_*")
-    for at in ("", "value/"):
-        for key, value in load_file(saved / at / "model.safetensors").items():
-            torch.testing.assert_close(value.double(), weights[f"{at}{key}"], atol=2e-5, rtol=0)
+    for prefix in ("", "value/"):  # the policy, and the value model in a folder of its own
+        for key, value in load_file(saved / prefix / "model.safetensors").items():
+            torch.testing.assert_close(value.double(), weights[f"{prefix}{key}"], atol=2e-5, rtol=0)
 
 
 def test_a_resumed_run_samples_the_same_answers_and_trains_both_models_to_the_same_bits(tmp_path):
@@ -183,7 +200,8 @@ def test_scores_rise_and_values_explain_them(tmp_path):
     settings |= {"value_checkpointer": {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / "checkpoint")}}
     settings |= {"dataset_val": data, "run_val_every_n_steps": 14, "clip_grad_norm": 1.0, "max_generated_tokens": 6}
     run = start(PPO, tmp_path, **settings, loss__value_coeff=1.0, optimizer__lr=0.03)
-    scores, explained = run.figure("scores"), run.figure("value/explained_variance")
+    scores = run.figure("scores")
+    explained = run.figure("value/explained_variance")
     assert sum(scores[-4:]) > sum(scores[:4]) + 2.0
     assert explained[-1] > explained[0] + 0.5
     assert max(run.figure("policy/sampler_difference")) < 1e-4
@@ -211,16 +229,18 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
         rollouts = [Rollout(conversation[: end - cut], end - 3, None, not cut) for cut in (0, 1, 0)]
         scores[size] = reward_model(rollouts)
     torch.testing.assert_close(scores[1], scores[3], atol=1e-6, rtol=0)
-    with torch.no_grad():
-        wanted = [
-            reward_model.model(tokens[None].to(recipe.device))[0, -1, 0].double().cpu()
-            for tokens in (conversation, conversation[: end - 1])
-        ]
-    torch.testing.assert_close(scores[3], torch.stack([*wanted, wanted[0]]), atol=1e-6, rtol=0)
+
+    def score_of(tokens):
+        with torch.no_grad():
+            return reward_model.model(tokens[None].to(recipe.device))[0, -1, 0].double().cpu()
+
+    finished = score_of(conversation)
+    cut = score_of(conversation[: end - 1])
+    torch.testing.assert_close(scores[3], torch.stack([finished, cut, finished]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [
         ({"reward_checkpointer": "checkpoint"}, "has no 'output.weight', which the 'reward' model needs"),
         ({"ref_policy_checkpointer": "larger"}, r"vocabulary|embed"),
@@ -235,13 +255,13 @@ def test_a_score_is_read_where_the_reward_model_was_trained(tmp_path):
         ({"num_steps": 8, "epochs": 2}, "num_steps.*says how long the run is"),
     ],
 )
-def test_settings_that_do_not_fit_ppo_are_refused_in_one_sentence(change, said, tmp_path):
+def test_settings_that_do_not_fit_ppo_are_refused_in_one_sentence(change, words, tmp_path):
     for key, value in change.items():
         if isinstance(value, str):
             if value == "larger":
                 write_checkpoint(tmp_path / value, vocab_size=400)
             change = {key: {**TEXT_SOURCE, "checkpoint_dir": str(tmp_path / value)}}
-    with pytest.raises(UserError, match=f"(?s){said}"):
+    with pytest.raises(UserError, match=f"(?s){words}"):
         start(PPO, tmp_path, train=False, **change)
 
 

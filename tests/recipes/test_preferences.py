@@ -31,10 +31,12 @@ def other_model(folder, **options):
     return {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(folder / "other")}
 
 
-def log_probs(model, row, side):
-    """Of an answer by ``transformers``, alone, from all logits; its labels are shifted."""
-    tokens, labels = (torch.as_tensor(row[f"{side}_{kind}"]) for kind in ("input_ids", "labels"))
-    token_log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+def log_prob(model, row, side):
+    """The log-prob of an answer by a model of ``transformers``, from all logits; its labels are shifted."""
+    tokens = torch.as_tensor(row[f"{side}_input_ids"])
+    labels = torch.as_tensor(row[f"{side}_labels"])
+    all_log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1)  # [s, v]
+    token_log_probs = all_log_probs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return token_log_probs[labels != CROSS_ENTROPY_IGNORE_IDX].sum()
 
 
@@ -47,26 +49,31 @@ def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
     weights = [1.0] * 12
     if reference == "other":
         weights = [0.25, 1.0, 3.0, 0.5, 1.0, 1.0, 1.0, 1.0, 2.0, 0.5, 0.125, 8.0]
-        pairs = read_lines(tmp_path / "pairs.jsonl")
-        write_lines(tmp_path / "pairs.jsonl", [{**pair, "weight": w} for pair, w in zip(pairs, weights, strict=True)])
+        weighted_pairs = []
+        for pair, weight in zip(read_lines(tmp_path / "pairs.jsonl"), weights, strict=True):
+            weighted_pairs.append({**pair, "weight": weight})
+        write_lines(tmp_path / "pairs.jsonl", weighted_pairs)
     settings = {**SGD, "batch_size": 2, "gradient_accumulation_steps": 2, "clip_grad_norm": 0.5}
     settings["optimizer"] = {"_component_": "torch.optim.SGD", "lr": 0.3}
-    settings |= {"ref_checkpointer": other_model(tmp_path)} if reference == "other" else {}
+    if reference == "other":
+        settings["ref_checkpointer"] = other_model(tmp_path)
     run = start(FULL, tmp_path, **settings)
-    policy, frozen = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / at, dtype=torch.float32) for at in ("checkpoint", reference)
-    )
+
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    frozen = AutoModelForCausalLM.from_pretrained(tmp_path / reference, dtype=torch.float32)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.3)
     rows = run.recipe.loader.dataset
     for step in range(3):
         margins = []
-        for row in (rows[index] for index in range(4 * step, 4 * step + 4)):
+        for index in range(4 * step, 4 * step + 4):
+            row = rows[index]
             with torch.no_grad():
-                base = log_probs(frozen, row, "chosen") - log_probs(frozen, row, "rejected")
-            margins.append(log_probs(policy, row, "chosen") - log_probs(policy, row, "rejected") - base)
-        losses = -logsigmoid(0.1 * torch.stack(margins))
-        weight = torch.tensor(weights[4 * step : 4 * step + 4])
-        loss = (weight * losses).sum() / weight.sum()
+                reference_margin = log_prob(frozen, row, "chosen") - log_prob(frozen, row, "rejected")
+            policy_margin = log_prob(policy, row, "chosen") - log_prob(policy, row, "rejected")
+            margins.append(policy_margin - reference_margin)
+        losses = -logsigmoid(0.1 * torch.stack(margins))  # DPO's, whose beta is 0.1
+        weights_of_step = torch.tensor(weights[4 * step : 4 * step + 4])
+        loss = (weights_of_step * losses).sum() / weights_of_step.sum()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
         optimizer.step()
@@ -84,26 +91,30 @@ def test_losses_follow_a_plain_loop_over_transformers(reference, tmp_path):
 def test_a_shared_prompt_is_computed_once_and_changes_nothing(tmp_path):
     """With adapters, micro-batches and recomputed activations; the plain loop above has answers one by one."""
     settings = {**SGD, "batch_size": 3, "gradient_accumulation_steps": 2, "enable_activation_checkpointing": True}
-    shared, apart = (start(LORA, tmp_path, **settings, share_prefix=share) for share in (None, False))
+    shared = start(LORA, tmp_path, **settings, share_prefix=None)
+    apart = start(LORA, tmp_path, **settings, share_prefix=False)
     assert shared.losses == pytest.approx(apart.losses, abs=1e-6)
     for figure in ("rewards/margins", "log_probs/chosen", "log_probs/chosen_per_token", "grad_norm"):
         assert shared.figure(figure) == pytest.approx(apart.figure(figure), rel=1e-5, abs=1e-5), figure
     for name, value in apart.trained.items():
         torch.testing.assert_close(shared.trained[name], value, atol=1e-5, rtol=0)
-    ((first, _), (plain, _)) = (next(iter(run.recipe.loader)) for run in (shared, apart))
-    assert plain.documents.max_length == first.documents.max_length
-    assert (first.documents.num_prefixes, plain.documents.num_prefixes) == (3, 0)
-    assert first.num_tokens < 0.8 * plain.num_tokens
+    shared_batch, _ = next(iter(shared.recipe.loader))
+    plain_batch, _ = next(iter(apart.recipe.loader))
+    assert plain_batch.documents.max_length == shared_batch.documents.max_length
+    assert plain_batch.documents.num_prefixes == 0
+    assert shared_batch.documents.num_prefixes == 3  # one for each pair
+    assert shared_batch.num_tokens < 0.8 * plain_batch.num_tokens
     rows = apart.recipe.loader.dataset
-    tokens = sum(len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in rows)
-    assert f"{len(rows)} rows, {tokens:,} tokens, " in dict(plan_data(apart.recipe.cfg))["data"]
+    num_tokens = sum(len(row["chosen_input_ids"]) + len(row["rejected_input_ids"]) for row in rows)
+    assert f"{len(rows)} rows, {num_tokens:,} tokens, " in dict(plan_data(apart.recipe.cfg))["data"]
 
 
 @pytest.mark.parametrize("name", PREFERENCE)
 def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(name, tmp_path):
     settings = {"batch_size": 3, "epochs": 2, "dataset_val": "${dataset}", "run_val_every_n_steps": 4}
     cache = {"reference_cache": str(tmp_path / "kept")}
-    uncached, once = (start(name, tmp_path, **settings, **options) for options in ({}, cache))
+    uncached = start(name, tmp_path, **settings)
+    once = start(name, tmp_path, **settings, **cache)
     assert abs(uncached.losses[1] - math.log(2)) <= 1e-6
     assert once.losses == pytest.approx(uncached.losses, abs=1e-5)
     assert once.figure("val_rewards/margins") == pytest.approx(uncached.figure("val_rewards/margins"), abs=1e-4)
@@ -121,7 +132,9 @@ def test_the_first_loss_is_ln_2_and_a_reference_computed_once_changes_nothing(na
 @pytest.mark.parametrize("kind", ["new adapter", "trained adapter", "all weights"])
 def test_a_resumed_run_keeps_the_reference_of_its_start(kind, tmp_path):
     """Not the weights that it goes on with, and for a trained adapter not the base without it."""
-    name = FULL if kind == "all weights" else LORA
+    name = LORA
+    if kind == "all weights":
+        name = FULL
     settings = {"epochs": 2, "batch_size": 6, "save_every_n_steps": 2}
     if kind == "trained adapter":
         earlier = start(LORA, tmp_path, batch_size=6, epochs=2, save_adapter_weights_only=True)
@@ -140,12 +153,15 @@ def test_a_resume_with_another_reference_is_refused(kind, tmp_path):
     run = start(FULL, tmp_path, **settings)
     (run.output_dir / "step_2" / ".complete").unlink()
     again = {**settings, "output_dir": run.output_dir, "resume_from_checkpoint": True}
-    write_checkpoint(tmp_path / ("other" if kind == "another model" else "checkpoint"), seed=2)
+    changed_model = "checkpoint"
+    if kind == "another model":
+        changed_model = "other"
+    write_checkpoint(tmp_path / changed_model, seed=2)
     with pytest.raises(UserError, match=r"whose 'reference' model was .* and the weights in .* differ from it"):
         start(FULL, tmp_path, **again)
 
 
-def test_a_reward_model_learns_to_rank_and_leaves_as_one(tmp_path):
+def test_a_reward_model_learns_to_rank_and_transformers_reads_it(tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     start(FULL, tmp_path, train=False)
@@ -221,14 +237,15 @@ def test_two_processes_train_as_one_however_they_share_the_work(forker, tmp_path
     """Frozen copies of shards are the reference; log-probs of split sequences add up."""
     settings = {"clip_grad_norm": 1.0, "shuffle": False, "max_steps_per_epoch": 2}
     runs = [("full", "data_parallel_shard_dim"), ("full", "context_parallel_dim"), ("lora", "tensor_parallel_dim")]
-    wholes = {}
+    single_process_runs = {}
+    for kind in ("full", "lora"):
+        single_process_runs[kind] = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
     for kind, split in runs:
-        batch_size = 3 if split == "data_parallel_shard_dim" else 6
-        how = {**settings, split: 2, "batch_size": batch_size}
-        run = forker.run_on_two(f"{kind}_dpo_distributed", tmp_path, **how)
-        if kind not in wholes:
-            wholes[kind] = start(f"{kind}_dpo_single_device", tmp_path, **settings, batch_size=6)
-        single_process = wholes[kind]
+        batch_size = 6  # of the process: only data parallelism divides the batch of a step
+        if split == "data_parallel_shard_dim":
+            batch_size = 3
+        run = forker.run_on_two(f"{kind}_dpo_distributed", tmp_path, **settings, **{split: 2}, batch_size=batch_size)
+        single_process = single_process_runs[kind]
         assert run.losses == pytest.approx(single_process.losses, rel=1e-5), (kind, split)
         for figure in ("rewards/margins", "rewards/accuracies", "log_probs/chosen", "grad_norm"):
             assert run.figure(figure) == pytest.approx(single_process.figure(figure), abs=1e-4), (kind, split)

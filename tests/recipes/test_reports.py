@@ -56,6 +56,12 @@ def test_losses_before_and_after_are_those_of_the_model(tmp_path):
         assert list(run_folder.measured(when)["values"].values()) == pytest.approx(wanted, rel=1e-4)
     assert judge(run_folder).word == "learned"
     assert judge(run_folder).interval.pairs == 8
+    for row, answer in zip(rows, run_folder.measured("after")["answers"], strict=True):
+        is_label = [label != -100 for label in row["labels"]]
+        first = is_label.index(True)  # the label of the last token of the prompt
+        end = is_label.index(False, first)
+        assert answer["prompt"] == recipe.tokenizer.decode(list(row["tokens"])[: first + 1])
+        assert answer["expected"] == recipe.tokenizer.decode(list(row["labels"])[first:end])
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,7 @@ def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
     module.recipe_main(load_and_check(config, overrides, module.recipe_main))
     start = RunFolder(tmp_path / "run").start
     assert start["config"] == str(config)
+    assert start["recipe"] == LORA
     assert start["changed"] == {
         "batch_size": [2, 8],
         "clip_grad_norm": [None, 1.0],

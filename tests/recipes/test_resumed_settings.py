@@ -45,7 +45,7 @@ def lora(alpha):
     return [{"_component_": "torchtune.modules.peft.LoRA", "rank": 4, "alpha": alpha}]
 
 
-def test_a_resume_with_other_settings(said, tmp_path):
+def test_a_resume_says_which_changed_settings_take_effect_and_refuses_the_others(said, tmp_path):
     settings = {"save_every_n_steps": 4, "log_level": "INFO", "model_converters": lora(8)}
     first = start(NAME, tmp_path, **settings)
     shutil.rmtree(first.output_dir / "step_12")
@@ -120,23 +120,26 @@ def test_a_run_in_bf16_goes_on_in_fp32(said, tmp_path, optimizer, precision):
 
 def test_changed_settings_of_a_users_recipe_do_not_stop_a_resume(said, tmp_path):
     """What nobody classified is read by the recipe; a secret and a setting of another release are no change."""
-    text = yaml.safe_dump({"mine": {"a": [1, 2]}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1})
+    text = yaml.safe_dump(
+        {"mine": {"a": [1, 2], "b": "x"}, "gone": 1, "metric_logger": {"api_key": "<redacted>"}, "seed": 1}
+    )
     (tmp_path / "torchtune_config.yaml").write_text(text)
     get_logger("INFO")
-    now = {"mine": {"a": [1, 3]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
+    now = {"mine": {"a": [1, 3], "b": ["x"]}, "come": 2, "metric_logger": {"api_key": "abc"}, "seed": None}
     sentences = check_resumed_settings(now, tmp_path)
-    assert sentences == ["Resumed with other settings, the new value takes effect: mine.a.1 was 2 and is 3 now."]
+    changes = "mine.a.1 was 2 and is 3 now; mine.b was x and is ['x'] now"
+    assert sentences == [f"Resumed with other settings, the new value takes effect: {changes}."]
     (tmp_path / "torchtune_config.yaml").write_text("- 1")
     with pytest.raises(CheckpointError, match=r"torchtune_config\.yaml holds no settings"):
         check_resumed_settings(now, tmp_path)
 
 
-def test_a_part_is_as_its_whole_unless_it_is_listed():
+def test_a_setting_inside_a_section_follows_the_section_unless_it_is_listed():
     assert ON_RESUME["model"] is OnResume.FIXED
     assert ON_RESUME["model.checkpoint_dir"] is OnResume.NEW
 
 
-def test_a_checkpoint_that_does_not_say_its_settings(said, tmp_path):
+def test_a_resume_warns_if_the_checkpoint_has_no_config(said, tmp_path):
     get_logger("INFO")
     check_resumed_settings(None, tmp_path)
     (line,) = said

@@ -58,7 +58,7 @@ def test_rows_of_the_micro_batch_that_is_not_finite_are_recorded(tmp_path):
     assert len(record["rows"]) == 2 < len(steps[1][0]) == 4
 
 
-def test_too_many_in_a_row_end_the_run(name, tmp_path):
+def test_too_many_skipped_steps_in_a_row_end_the_run(name, tmp_path):
     with pytest.raises(SkippedStepsError, match=r"3 steps in a row were skipped, the last, 6, because its loss is nan"):
         start(name, tmp_path, loss=faulty(nan=[2, 4, 5, 6]), max_skipped_steps=3)
 

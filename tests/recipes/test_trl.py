@@ -40,18 +40,20 @@ def run(folder, loss, **settings):
 
 
 def parts(row, side=""):
-    """Prompt and answer of a row of ours, whose labels are shifted."""
+    """Prompt and answer of a row of this library, whose labels are shifted."""
     if side:
         tokens = row[f"{side}_input_ids"]
         labels = row[f"{side}_labels"]
     else:
         tokens = row["tokens"]
         labels = row["labels"]
-    at = [i for i, label in enumerate(labels) if label != -100]
-    return tokens[: at[0] + 1], tokens[at[0] + 1 : at[-1] + 2]
+    labeled = [i for i, label in enumerate(labels) if label != -100]
+    start = labeled[0] + 1
+    end = labeled[-1] + 2
+    return tokens[:start], tokens[start:end]
 
 
-def theirs(trainer_class, config, model, folder, rows, ref=None):
+def train_with_trl(trainer_class, config, model, folder, rows, ref=None):
     """Losses of TRL's trainer on rows of token ids, by step; the model is trained in place."""
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -67,7 +69,9 @@ def theirs(trainer_class, config, model, folder, rows, ref=None):
         text = {"chosen": "a b", "rejected": "a c"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    reference = {} if ref is None else {"ref_model": ref}
+    reference = {}
+    if ref is not None:
+        reference["ref_model"] = ref
 
     class InOrder(trainer_class):
         def _get_train_sampler(self, *args):
@@ -106,17 +110,19 @@ def options(folder, **more):
     }
 
 
-def agree(ours, found, model):
+def agree(run_of_recipe, losses_of_trl, model):
     """Losses within 1e-4 of each other at every step, weights within 3e-5 at the end.
 
     AdamW moves a weight by up to 2e-2 in these steps, and magnifies the rounding of a gradient that is almost 0.
     """
-    assert len(found) == STEPS
-    assert ours.losses == pytest.approx(found, abs=1e-4)
+    assert len(losses_of_trl) == STEPS
+    assert run_of_recipe.losses == pytest.approx(losses_of_trl, abs=1e-4)
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    (saved,) = ours.output_dir.glob("epoch_*")
-    kind = AutoModelForSequenceClassification if hasattr(model, "score") else AutoModelForCausalLM
+    (saved,) = run_of_recipe.output_dir.glob("epoch_*")
+    kind = AutoModelForCausalLM
+    if hasattr(model, "score"):
+        kind = AutoModelForSequenceClassification
     state = kind.from_pretrained(saved, dtype=torch.float32).state_dict()
     for name, value in model.state_dict().items():  # names of both are those of transformers
         torch.testing.assert_close(state[name], value, atol=3e-5, rtol=0, msg=lambda said, name=name: f"{name}: {said}")
@@ -172,19 +178,20 @@ def test_weighted_losses_of_pairs(loss, kinds, weights, tmp_path):
     compare_pairs(tmp_path, run(tmp_path, loss, **ONE_PAIR), loss_type=kinds, loss_weights=weights, beta=0.3)
 
 
-def compare_pairs(tmp_path, mine, **settings):
+def compare_pairs(tmp_path, run_of_recipe, **settings):
     """Compare a run with TRL's DPOTrainer on the same pairs."""
-    data = mine.recipe.loader.dataset
+    data = run_of_recipe.recipe.loader.dataset
     rows = []
     for index in range(len(data)):
-        (prompt, chosen), (_, rejected) = parts(data[index], "chosen"), parts(data[index], "rejected")
+        prompt, chosen = parts(data[index], "chosen")
+        _, rejected = parts(data[index], "rejected")
         rows.append({"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected})
     model = causal(tmp_path)
-    batch_size = mine.recipe.cfg.batch_size
+    batch_size = run_of_recipe.recipe.cfg.batch_size
     config = trl.DPOConfig(
         **options(tmp_path, max_length=None, **settings) | {"per_device_train_batch_size": batch_size}
     )
-    agree(mine, theirs(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+    agree(run_of_recipe, train_with_trl(trl.DPOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +202,9 @@ def compare_pairs(tmp_path, mine, **settings):
     ],
 )
 def test_losses_of_supervised_fine_tuning(loss, settings, tmp_path):
-    data = write_conversations(tmp_path / "conversations.jsonl", count=STEPS * BATCH)
+    conversations = write_conversations(tmp_path / "conversations.jsonl", count=STEPS * BATCH)
     optimizer = {"_component_": "torch.optim.AdamW", "lr": LR, "eps": EPS}
-    mine = start(
+    run_of_recipe = start(
         "full_finetune_single_device",
         tmp_path,
         loss={"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss", **loss},
@@ -206,16 +213,16 @@ def test_losses_of_supervised_fine_tuning(loss, settings, tmp_path):
         shuffle=False,
         batch_size=BATCH,
         gradient_accumulation_steps=1,
-        dataset__data_files=str(data),
+        dataset__data_files=str(conversations),
     )
-    rows_of_run = mine.recipe.loader.dataset
+    data = run_of_recipe.recipe.loader.dataset
     rows = []
-    for index in range(len(rows_of_run)):
-        tokens, labels = rows_of_run[index]["tokens"], rows_of_run[index]["labels"]
-        rows.append({"input_ids": tokens, "labels": [-100, *labels[:-1]]})  # TRL shifts them itself
+    for index in range(len(data)):
+        labels = data[index]["labels"]
+        rows.append({"input_ids": data[index]["tokens"], "labels": [-100, *labels[:-1]]})  # TRL shifts them itself
     model = causal(tmp_path)
     config = trl.SFTConfig(**options(tmp_path, max_length=None, packing=False, **settings))
-    agree(mine, theirs(trl.SFTTrainer, config, model, tmp_path, rows), model)
+    agree(run_of_recipe, train_with_trl(trl.SFTTrainer, config, model, tmp_path, rows), model)
 
 
 # TRL's likelihood term of ORPO includes the prompt; here all tokens but the first belong to the answers.
@@ -224,7 +231,10 @@ ALL_TOKENS = {**ONE_PAIR, "collate_fn": f"{__name__}.collate_all_labelled"}
 
 def all_labelled(row):
     """A pair whose tokens all have a label, but the first."""
-    return {**row, **{f"{side}_labels": [*row[f"{side}_input_ids"][1:], -100] for side in ("chosen", "rejected")}}
+    labels = {}
+    for side in ("chosen", "rejected"):
+        labels[f"{side}_labels"] = [*row[f"{side}_input_ids"][1:], -100]
+    return {**row, **labels}
 
 
 def collate_all_labelled(batch):
@@ -263,7 +273,7 @@ def test_pairs_without_a_reference(name, ours, settings, trl_settings, tmp_path)
     if "batch_size" in settings:
         trl_settings["per_device_train_batch_size"] = settings["batch_size"]
     config = getattr(module, f"{name}Config")(**options(tmp_path, **trl_settings))
-    agree(run_of_recipe, theirs(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
+    agree(run_of_recipe, train_with_trl(getattr(module, f"{name}Trainer"), config, model, tmp_path, rows), model)
 
 
 def test_reward_model_trains_as_in_trl(tmp_path):
@@ -288,14 +298,16 @@ def test_reward_model_trains_as_in_trl(tmp_path):
     config = trl.RewardConfig(
         **options(tmp_path, center_rewards_coefficient=0.01, max_length=None, disable_dropout=True)
     )
-    agree(run_of_recipe, theirs(trl.RewardTrainer, config, base, tmp_path, rows), base)
+    agree(run_of_recipe, train_with_trl(trl.RewardTrainer, config, base, tmp_path, rows), base)
 
 
 def test_kto_trains_as_in_trl(tmp_path):
     rng = random.Random(0)
     write_pairs(tmp_path / "pairs.jsonl", count=STEPS * BATCH)
-    sides = [(pair, rng.choice(["chosen", "rejected"])) for pair in read_lines(tmp_path / "pairs.jsonl")]
-    labelled = [{"completion": pair[side], "label": side == "chosen"} for pair, side in sides]
+    labelled = []
+    for pair in read_lines(tmp_path / "pairs.jsonl"):
+        side = rng.choice(["chosen", "rejected"])
+        labelled.append({"completion": pair[side], "label": side == "chosen"})
     source = str(write_lines(tmp_path / "labelled.jsonl", labelled))
     dataset = {"_component_": "torchtune.datasets.kto_dataset", "source": source}
     run_of_recipe = run(tmp_path, {"_component_": "KTOLoss", "beta": 0.3}, dataset=dataset)
@@ -303,9 +315,10 @@ def test_kto_trains_as_in_trl(tmp_path):
     answers = [parts(data[index]) for index in range(len(data))]
     rows = []
     for index, (prompt, answer) in enumerate(answers):
+        # Each prompt with the next answer of its batch, no longer than the longest row of the batch.
         first = index // BATCH * BATCH
-        mismatched = answers[first + (index - first + 1) % BATCH][1]
-        longest = max(len(data[at]["tokens"]) for at in range(first, first + BATCH))
+        _, mismatched = answers[first + (index - first + 1) % BATCH]
+        longest = max(len(data[i]["tokens"]) for i in range(first, first + BATCH))
         rows.append(
             {
                 "prompt_ids": prompt,
@@ -316,7 +329,7 @@ def test_kto_trains_as_in_trl(tmp_path):
         )
     model = causal(tmp_path)
     config = trl.KTOConfig(**options(tmp_path, beta=0.3, max_length=None))
-    agree(run_of_recipe, theirs(trl.KTOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
+    agree(run_of_recipe, train_with_trl(trl.KTOTrainer, config, model, tmp_path, rows, causal(tmp_path)), model)
 
 
 @pytest.mark.parametrize("has_replies", [False, True])
@@ -352,7 +365,9 @@ def test_answers_of_a_policy(has_replies, tmp_path):
         number = trainer.state.global_step // 2
         prompt_ids, completion_ids = zip(*steps[number], strict=True)
         generated = {"prompt_ids": list(prompt_ids), "completion_ids": list(completion_ids), "logprobs": None}
-        return generated | ({"env_mask": [list(map(int, mask)) for mask in masks[number]]} if has_replies else {})
+        if has_replies:
+            generated["env_mask"] = [list(map(int, mask)) for mask in masks[number]]
+        return generated
 
     reference = causal(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")

@@ -402,9 +402,10 @@ class _Answer:
         """Complete the message, and record the answer in its session."""
         self.message["content"] = "".join(self._texts)
         tokens, log_probs = zip(*self._log_probs, strict=True)
-        finished = tokens[-1] in self._server.tokenizer.stop_tokens
+        finished = tokens[-1] in self._server.tokenizer.stop_tokens  # and not cut by max_tokens or a stop text
         if calls:
             self.end = "tool_calls"
+            # As in the answers of OpenAI: null beside calls without text.
             self.message["content"] = self.message["content"].strip() or None
             self.message["tool_calls"] = [
                 {
@@ -434,8 +435,8 @@ class _MarkBuffer:
 
     Attributes:
         text: buffered text.
-        before: text before the mark.
-        mark: the mark, if it has appeared.
+        text_before: text before the mark, with special tokens.
+        mark: the mark, if it has appeared: a stop text, which ends the answer, or the beginning of a tool call.
     """
 
     def __init__(self, marks: list[str], call_start: str | None) -> None:
@@ -445,7 +446,7 @@ class _MarkBuffer:
         self._matched = [0] * len(marks)  # how much of each mark the text ends with
         self._texts: list[str] = []  # without special tokens, since text was sent
         self._raw: list[str] = []  # with special tokens
-        self.text_before = ""  # raw text before the mark
+        self.text_before = ""
         self.mark: str | None = None
 
     @property
@@ -455,7 +456,7 @@ class _MarkBuffer:
 
     def put(self, text: str, raw: str) -> str:
         """Add text (``raw``: with special tokens); return the text that can be sent."""
-        if self.mark is not None and self.mark != self._call_start:
+        if self.mark is not None and self.mark != self._call_start:  # nothing follows a stop text
             return ""
         self._texts.append(text)
         self._raw.append(raw)
@@ -469,6 +470,7 @@ class _MarkBuffer:
                 self.text_before = buffered[: end - len(completed)]
                 if completed != self._call_start:
                     return ""
+        # The calls are parsed from the whole text at the end; before a mark, its beginning may still become one.
         if self.mark is not None or any(self._matched):
             return ""
         sendable = self.text

@@ -97,6 +97,7 @@ def show_dataset(
 
 def _print_examples(dataset: Any, tokenizer: Any, count: int) -> None:
     """Print the first rows of a dataset, with their trained tokens between marks."""
+    # Only tokenizers of models that read images have a processor, which plans the tokens of an image of some size.
     plan = getattr(getattr(tokenizer, "processor", None), "plan", None)
     image_tokens = list(getattr(tokenizer, "image_tokens", ()))
     marks = "in color" if _has_color() else "between [[ and ]]"

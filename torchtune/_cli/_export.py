@@ -21,7 +21,6 @@ import torch
 
 import torchtune
 from torchtune import config, evaluation
-from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._cli._processes import CrashedError, call_in_child_process
 from torchtune._cli._reference_logits import (
     embed_elsewhere,
@@ -30,6 +29,7 @@ from torchtune._cli._reference_logits import (
     score_elsewhere,
     tokenize_elsewhere,
 )
+from torchtune._cli.subcommand import find_checkpoint
 from torchtune._facade import load_to_save
 from torchtune.checkpoints import (
     ADAPTER_CONFIG_FILE,

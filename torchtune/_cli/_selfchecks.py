@@ -18,9 +18,9 @@ import yaml
 
 import torchtune
 from torchtune._cli._export import Check, Trained, check_files, find_trained
-from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli._processes import call_in_child_process
 from torchtune._cli.run import run_here
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.config import apply_overrides, instantiate, load_and_check, locate, read_document, settings_of
 from torchtune.datasets import instantiate_collate, instantiate_dataset
 from torchtune.evaluation import EvaluationError
@@ -30,7 +30,8 @@ from torchtune.utils import UserError
 
 _ROWS = 4  # rows of a run, from each dataset
 _LABEL_ROWS = 64
-_MAX_HEADER_TOKENS = 16  # maximum number of tokens before an answer that are trained together with the answer
+# Maximum number of tokens before an answer that are trained together with the answer: the header that names the role.
+_MAX_HEADER_TOKENS = 16
 _DEGREES = ("tensor_parallel_dim", "context_parallel_dim", "expert_parallel_dim", "data_parallel_replicate_dim")
 # Settings of all runs, if the recipe has them.
 _SHORT = {
@@ -298,6 +299,7 @@ class _Checks:
         if trained.has_weights:  # other libraries read the merged model rather than the base and the adapter
             saved = trained.checkpoint
         loss = self._loss_of(saved, rows)
+        # Ten times the tolerance, as for every loss of step 2 (see _compare).
         if abs(loss - expected) <= 10 * self._tolerance * max(1.0, abs(expected)):
             return f"loss {loss:.6f}, as the run continues"
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
@@ -386,7 +388,11 @@ class _Checks:
         return text
 
     def _check_row(self, row: dict[str, Any], messages: list[Any]) -> int:
-        """Check the row of a conversation; return the number of trained tokens at the end of its prompt."""
+        """Check the row of a conversation; return the number of trained tokens at the end of its prompt.
+
+        First every message is trained or masked as it says. Then, if the last message is a trained answer, the row must
+        begin with the prompt for it, of which only the header may be trained.
+        """
         tokens = np.asarray(row["tokens"])  # [s]
         trained = is_trained(np.asarray(row["labels"]))  # [s]
         trained_text = self._tokenizer.decode(tokens[trained].tolist())

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtune._cli._find_recipe import find_checkpoint
+from torchtune._cli.subcommand import find_checkpoint
 from torchtune._hub import find_folder
 from torchtune._recipe_registry import current_name, recipe_of
 from torchtune.utils import UserError, cache_root, read_json
@@ -533,7 +533,7 @@ class _DataSettings:
         if loss not in _RETRIEVAL_LOSSES:
             loss = "InfoNCELoss" if builder == "embedding_dataset" else "RerankBCELoss"
         _say("loss", f"torchtune.rlhf.loss.{loss}, for {_RETRIEVAL_LOSSES[loss]}")
-        if self._recipe != "dpo":
+        if self._recipe != "dpo":  # the recipe of all losses that compare sequences
             settings.append("recipe=dpo")
         if not any(override.startswith("~loss.") for override in self._overrides):
             # The whole section, because the loss of the config may have other settings.
@@ -543,7 +543,7 @@ class _DataSettings:
             return settings + self._contrastive_batches()
         if loss == "RerankListwiseLoss":
             settings.append("dataset.listwise=True")
-        return settings + self._head_settings(1)
+        return settings + self._head_settings(1)  # the score of a pair
 
     def _contrastive_batches(self) -> list[str]:
         """Return the settings of one micro-batch a step, in which queries are compared with all passages."""

@@ -13,6 +13,7 @@ from torchtune._cli.subcommand import (
     add_placement,
     check_least,
     check_most,
+    find_checkpoint,
     shared_by_processes,
 )
 
@@ -57,8 +58,6 @@ class Chat(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, temperature=0, top_k=0, top_p=0, min_p=0, max_new_tokens=1, seed=0)
         check_most(args, top_p=1, min_p=1)
-        from torchtune._cli._find_recipe import find_checkpoint
-
         args.model = find_checkpoint(args.model)
         conversation = _Conversation(args)
         ranks = conversation.ranks

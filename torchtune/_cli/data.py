@@ -356,7 +356,7 @@ class Data(Subcommand):
 
 def _read_settings(name: str, overrides: list[str]) -> Any:
     """Return the checked settings of a config with a dataset, for the recipe named in it."""
-    from torchtune._cli._find_recipe import recipe_named_by, resolve_config
+    from torchtune._recipe_registry import recipe_named_by, resolve_config
     from torchtune.config import SettingsView, load_and_check
 
     config = resolve_config(name)

@@ -1,61 +1,14 @@
-"""``tune estimate`` and ``tune run --dry-run``: the needs of a run before it starts."""
+"""Simulations for ``tune run --dry-run`` and ``tune estimate``: the needs of a run before it starts."""
 
-import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from torchtune._cli._find_recipe import RecipeTarget, find_targets, recipe_named_by
-from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Command, Subcommand, parse_command, require_config
-from torchtune._recipe_registry import get_all_recipes
+from torchtune._recipe_registry import RecipeTarget, get_all_recipes
 from torchtune.utils import UserError
 
 _GIB = 2**30
-
-
-class Estimate(Subcommand):
-    """Subcommand that simulates a step of a recipe on any devices."""
-
-    name = "estimate"
-    usage = "tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]"
-    help = "Simulate a step of a recipe on any number of devices: memory, time, cost"
-    description = (
-        "Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
-        "The same as tune run --dry-run --simulate."
-    )
-    epilog = """
-        options:
-          --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
-          --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
-
-        examples:
-          $ tune estimate --config llama3_1/8B_full --simulate 8xH100
-          $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
-    """
-    takes_tokens = True
-
-    def _run(self, args: argparse.Namespace) -> None:
-        command: Command = parse_command(args.tokens)
-        if command.help or not args.tokens:
-            self._parser.print_help()
-            return
-        recipe, config = find_targets(command.recipe, require_config(command, self.name, "--simulate 8xH100"))
-        command.overrides = expand_shorthands(config, command.overrides, command.recipe)
-        if command.recipe is None:
-            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
-        estimate(recipe, config, command)
-
-
-def estimate(recipe: RecipeTarget, config: Path, command: Command) -> None:
-    """Simulate a parsed command; see :func:`simulate_run`."""
-    if command.simulate is None:
-        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
-    if command.torchrun:
-        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
-    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
 
 
 def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
@@ -96,7 +49,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
     if view.dataset is not None:
         data = attempt(lambda: measure_data(view, processes))
     length = None
-    # The rows of a sample say nothing about the longest row, if there is a limit.
+    # A sample may miss the longest row. If there is a limit, None stands for rows of that length.
     if data is not None and (data.train.exact or view.max_seq_len is None):
         length = data.train.longest
     if view.model is not None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torchtune
-from torchtune._cli._find_recipe import find_checkpoint
 from torchtune._cli._shorthands import dataset_node
 from torchtune._cli.subcommand import (
     CHECKPOINT,
@@ -15,6 +14,7 @@ from torchtune._cli.subcommand import (
     add_placement,
     check_least,
     check_most,
+    find_checkpoint,
     shared_by_processes,
 )
 from torchtune.utils import UserError, valid_json, write_json
@@ -235,7 +235,7 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
     else:
         row_format = torchtune.datasets.RowFormat("no mappings")
     if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
-        # The perplexity of an answer is that of an instruction's.
+        # Instructions with these columns; as prompts, the rows would have no labels.
         settings = torchtune.datasets.column_map(input="question", output="answer")
         row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
     elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
@@ -443,7 +443,7 @@ def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
     if not data.is_file():
         raise UserError(f"{data}: there is no such file: correct the path.")
     node: dict[str, Any] = {}
-    if settings:  # the columns are those of the training
+    if settings:  # the rows are read as those of the training
         trained_on = torchtune.datasets.dataset_nodes(settings["dataset"])[0]
         names = ("column", "label_column", "add_eos", "max_seq_len")
         node = {name: trained_on[name] for name in names if name in trained_on}

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtune import config
-from torchtune._cli._find_recipe import recipe_named_by
 from torchtune._cli.subcommand import Subcommand
-from torchtune._recipe_registry import find_config
+from torchtune._recipe_registry import find_config, recipe_named_by
 from torchtune.utils import UserError, atomic_write, read_json
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class Import(Subcommand):
         converted = ImportedConfig(args.file, args.library)
         report = [f"{converted.library} config {args.file}, as a config of the recipe {converted.data['recipe']}."]
         sections = {
-            "Without counterpart": converted.left,
+            "Without counterpart": converted.without_counterpart,
             "Done in another way": converted.differences,
             "No setting is needed": converted.covered,
         }
@@ -106,7 +105,7 @@ class ImportedConfig:
     Attributes:
         data: the converted config.
         repository: repository or folder of the base model.
-        left: keys without a counterpart -> reason.
+        without_counterpart: keys without a counterpart -> reason.
         differences: keys that are converted to something a little different -> what it is.
         covered: keys that need no setting -> reason.
 
@@ -125,7 +124,7 @@ class ImportedConfig:
         self.path = path
         self._tables = tables
         self._table = tables[self.library]
-        self.left: dict[str, str] = {}
+        self.without_counterpart: dict[str, str] = {}
         self.differences: dict[str, str] = {}
         self.covered: dict[str, str] = {}
         self._settings: dict[str, Any] = {}
@@ -144,7 +143,7 @@ class ImportedConfig:
             name = self._table["keys"][key].split()[0]
             if name not in names_in_file:
                 self._take(key, value)
-        self._keys_in_file = keys_in_file
+        self._keys_in_file = keys_in_file  # the keys of the defaults are not in the file
         self.repository = self._settings.pop("@base", None)
         if self.repository is None or "@datasets" not in self._settings:
             raise UserError(
@@ -171,13 +170,13 @@ class ImportedConfig:
             except (ValueError, TypeError) as error:
                 if name == "@reader":
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
-                self.left[key] = str(error)
+                self.without_counterpart[key] = str(error)
         elif value is False and key in self._tables["hints"]:
             self.covered[key] = "it is off"
         elif key in self._tables["covered"]:
             self.covered[key] = self._tables["covered"][key]
         else:
-            self.left[key] = self._tables["hints"].get(key, "not known")
+            self.without_counterpart[key] = self._tables["hints"].get(key, "not known")
 
     def _convert_config(self) -> dict[str, Any]:
         """Return the shipped config of the smallest model, with the model and all settings of the other config."""
@@ -217,7 +216,7 @@ class ImportedConfig:
         for name, value in scheduler_arguments.items():
             argument = self._tables["values"]["scheduler_arguments"].get(name)
             if argument is None:
-                self.left[f"lr_scheduler_kwargs.{name}"] = "no schedule has such an argument"
+                self.without_counterpart[f"lr_scheduler_kwargs.{name}"] = "no schedule has such an argument"
             else:
                 data.setdefault("lr_scheduler", {})[argument] = value
         self._set_validation(data, nodes, reader, validation)
@@ -226,7 +225,9 @@ class ImportedConfig:
         if save_strategy == "epoch":
             data["save_every_n_steps"] = "epoch"
         elif save_strategy != "steps":
-            self.left["save_strategy"] = "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
+            self.without_counterpart["save_strategy"] = (
+                "a run saves by steps or epochs: set save_every_n_steps, or keep_best"
+            )
         return self._finish(data)
 
     def _shipped_config(self, method: str, reader: str, is_distributed: bool) -> dict[str, Any]:
@@ -302,7 +303,7 @@ class ImportedConfig:
         if not validation_nodes:
             if interval is not None:
                 data["run_val_every_n_steps"] = None
-                self.left["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
+                self.without_counterpart["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
             self._leave_out_choices_by_validation("it needs validation data: set dataset_val")
             return
         data["dataset_val"] = validation_nodes if len(validation_nodes) > 1 else validation_nodes[0]
@@ -323,7 +324,7 @@ class ImportedConfig:
         for name in ("@patience", "@keeps_best", "@best_metric"):
             key = self._keys_in_file.get(name)
             if key is not None:
-                self.left[key] = reason
+                self.without_counterpart[key] = reason
 
     def _validation_nodes(
         self, nodes: list[dict[str, Any]], reader: str, settings: dict[str, Any], *, is_asked: bool
@@ -358,7 +359,9 @@ class ImportedConfig:
             boundary = f"-{count}"
             held_out = f"{count} rows"
         if count == 0 or any("[" in str(node.get("split", "")) for node in nodes):
-            self.left[name] = "set dataset.split and dataset_val.split to parts, such as train[:990] and train[990:]"
+            self.without_counterpart[name] = (
+                "set dataset.split and dataset_val.split to parts, such as train[:990] and train[990:]"
+            )
             return []
         validation_nodes = []
         for node in nodes:
@@ -369,7 +372,10 @@ class ImportedConfig:
         return validation_nodes
 
     def _finish(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Remove arguments that the selected components do not have."""
+        """Make the sections fit each other: a component that was chosen later may lack arguments of the one before.
+
+        An argument of the loss that is lost is reported.
+        """
         if data.get("max_steps"):  # instead of the limit of the shipped config
             data.pop("max_steps_per_epoch", None)
         if "project" in data["metric_logger"]:
@@ -384,7 +390,7 @@ class ImportedConfig:
         for key in loss.keys() - _parameters_of(loss) - {"_component_"}:
             value = loss.pop(key)
             if value:
-                self.left[f"loss.{key}"] = f"{loss['_component_']} has no such argument"
+                self.without_counterpart[f"loss.{key}"] = f"{loss['_component_']} has no such argument"
         if "lr_scheduler" in data:
             self._finish_scheduler(data["lr_scheduler"])
         return data
@@ -402,7 +408,7 @@ class ImportedConfig:
             self.covered["warmup_ratio"] = "warmup_steps comes first"
         for key in scheduler.keys() - _parameters_of(scheduler) - {"_component_"}:
             del scheduler[key]
-            self.left[f"lr_scheduler.{key}"] = f"{scheduler['_component_']} has no such argument"
+            self.without_counterpart[f"lr_scheduler.{key}"] = f"{scheduler['_component_']} has no such argument"
 
     def _set_dataset(self, nodes: list[dict[str, Any]], name: str, value: Any) -> None:
         """Set an argument of each dataset that has it; an entry of the datasets may have set it already."""
@@ -411,7 +417,7 @@ class ImportedConfig:
             if name == "name" or name in _parameters_of(node):
                 node.setdefault(name, value)
             elif value and name != "masking_strategy":
-                self.left[name] = f"{node['_component_']} has no such argument"
+                self.without_counterpart[name] = f"{node['_component_']} has no such argument"
 
     def _entries(self, datasets: Any, folder: str) -> list[dict[str, Any]]:
         """Return the descriptions of the datasets; LLaMA-Factory's are in ``dataset_info.json``."""
@@ -438,7 +444,9 @@ class ImportedConfig:
             if entry.get("file_name"):
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
             if name not in descriptions:
-                self.left[f"dataset {name}"] = f"{index} does not describe it: set dataset.source and columns"
+                self.without_counterpart[f"dataset {name}"] = (
+                    f"{index} does not describe it: set dataset.source and columns"
+                )
             entries.append(entry)
         return entries
 
@@ -463,17 +471,19 @@ class ImportedConfig:
         for key, value in entry.items():
             name = self._table["data"].get(key)
             if name is None:
-                self.left[f"datasets.{number}.{key}"] = "not known"
+                self.without_counterpart[f"datasets.{number}.{key}"] = "not known"
             elif value is not None and name.startswith("@"):
                 hints[name] = value
             elif value is not None:
                 node[name] = value
         self._set_training(number, node, hints)
         if hints["@columns"].keys() - {"messages"}:
-            self.left[f"datasets.{number}.columns"] = "set dataset.column_map"
+            self.without_counterpart[f"datasets.{number}.columns"] = "set dataset.column_map"
         unknown_tags = {str(tag) for tag in hints["@tags"].values()} - _TAGS
         if unknown_tags:
-            self.left[f"datasets.{number} tags"] = f"turns have no {', '.join(sorted(unknown_tags))}: rename them"
+            self.without_counterpart[f"datasets.{number} tags"] = (
+                f"turns have no {', '.join(sorted(unknown_tags))}: rename them"
+            )
         builder = reader
         settings: Mapping[str, str] = {}
         if not reader:
@@ -489,7 +499,7 @@ class ImportedConfig:
 
     def _set_training(self, number: int, node: dict[str, Any], hints: dict[str, Any]) -> None:
         """Set which turns are trained on, as an entry of Axolotl says; flags in the rows are always read."""
-        left: dict[str, str] = {}
+        unsupported: dict[str, str] = {}
         roles = hints.get("@roles")
         if roles is not None:
             trained = {_AXOLOTL_ROLES.get(str(role), str(role)) for role in roles}
@@ -498,23 +508,25 @@ class ImportedConfig:
             elif trained >= {"assistant", "user"}:
                 node["masking_strategy"] = "train_on_all"
             else:
-                left["roles_to_train"] = (
+                unsupported["roles_to_train"] = (
                     "masking_strategy trains on the assistant, or on users and tools as well: set train: false in the "
                     "turns of the others"
                 )
         if hints.get("@ends") not in (None, "turn"):
-            left["train_on_eos"] = "the end of each trained turn is trained on: set eot: false in turns without one"
+            unsupported["train_on_eos"] = (
+                "the end of each trained turn is trained on: set eot: false in turns without one"
+            )
         field = hints.get("@training_field")
         if field in _TRAINING_FIELDS:
             self.covered[f"datasets.{number}.message_field_training"] = f"'{field}' of a turn is read"
         elif field is not None:
-            left["message_field_training"] = f"rename '{field}' of the turns to 'train', which is read"
+            unsupported["message_field_training"] = f"rename '{field}' of the turns to 'train', which is read"
         if hints.get("@training_detail") is not None:
-            left["message_field_training_detail"] = (
+            unsupported["message_field_training_detail"] = (
                 "write the content of the turn as a list of texts, and train: false in those that are not trained on"
             )
-        for key, reason in left.items():
-            self.left[f"datasets.{number}.{key}"] = reason
+        for key, reason in unsupported.items():
+            self.without_counterpart[f"datasets.{number}.{key}"] = reason
 
     def _format_of_type(self, number: int, hints: dict[str, Any]) -> "RowFormat":
         """Return the format of rows that are not on this machine, from the type that the config names."""
@@ -526,7 +538,9 @@ class ImportedConfig:
         if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
             return RowFormat("Alpaca", "alpaca_dataset")
         if not kind.startswith(("chat_template", "sharegpt")):
-            self.left[f"datasets.{number} {kind}".strip()] = "the columns are not known: check those of dataset"
+            self.without_counterpart[f"datasets.{number} {kind}".strip()] = (
+                "the columns are not known: check those of dataset"
+            )
         role = hints["@tags"].get("role") or hints["@tags"].get("role_tag")
         if not role and kind.startswith("sharegpt"):
             role = "from"

@@ -9,11 +9,19 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchtune._cli._find_recipe import families, find_configs, search_words, suggest_configs
 from torchtune._cli._shorthands import expand_shorthands
 from torchtune._cli.subcommand import Subcommand
 from torchtune._config_templates import configs_on_demand, impossible_configs, reason_against
-from torchtune._recipe_registry import Config, find_config, find_recipe, get_all_recipes
+from torchtune._recipe_registry import (
+    Config,
+    families,
+    find_config,
+    find_configs,
+    find_recipe,
+    get_all_recipes,
+    search_words,
+    suggest_configs,
+)
 from torchtune.config import did_you_mean
 from torchtune.utils import UserError, atomic_write
 

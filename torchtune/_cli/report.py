@@ -45,8 +45,8 @@ class Report(Subcommand):
 
 def _estimate(run: Any) -> tuple[Any, str]:
     """Simulate a step of a run for the memory of a device; return None and the reason if that is impossible."""
-    from torchtune._cli._find_recipe import resolve_recipe
     from torchtune._cli.estimate import estimate_or_reason
+    from torchtune._recipe_registry import resolve_recipe
     from torchtune.config import load_and_check
     from torchtune.reports import SETTINGS
 

@@ -1,48 +1,171 @@
-"""``tune run``: run a recipe in this process, or in several through torchrun, and explain how they end."""
+"""``tune run``: parse the command line, find the recipe and the config, and run one with the other.
+
+``tune estimate``, which simulates a step instead, ``tune sweep`` and ``tune selfcheck`` take the same words.
+"""
 
 import argparse
-import logging
+import itertools
+import math
 import os
 import runpy
-import signal
 import sys
-import time
-import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtune._cli._find_recipe import RecipeTarget, recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import (
-    USAGE,
-    Command,
-    Subcommand,
+from torchtune._cli.estimate import dry_run, simulate_run
+from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.torchrun import (
     count_processes,
-    parse_command,
+    is_torchrun_option,
+    run_torchrun,
     torchrun_arguments,
+    torchrun_parser,
 )
 from torchtune._recipe_registry import (
+    RecipeTarget,
     are_other_methods,
     current_name,
     find_config,
     find_recipe,
+    find_targets,
     get_all_recipes,
+    recipe_named_by,
     recipe_of,
+    resolve_config,
+    resolve_recipe,
 )
-from torchtune.utils import (
-    AGENT_VARIABLE,
-    EXIT_REQUEUE,
-    GRACE_VARIABLE,
-    HANG_EXIT_CODE,
-    MACHINES_VARIABLE,
-    UserError,
-    first_line,
-)
+from torchtune.utils import GRACE_VARIABLE, UserError
 
-# Exit codes of workers that have printed the reason: user error, stalled run, Ctrl-C, and a checkpoint saved after a
-# signal, or another machine lost.
-_KNOWN_EXIT_CODES = (UserError.exit_code, HANG_EXIT_CODE, 130, EXIT_REQUEUE)
-# Seconds that other machines need to find out which rank has failed.
-_LINGER = 20
+USAGE = (
+    "tune run [TORCHRUN-OPTIONS] [<recipe>] --config <config> [--dry-run] [--simulate 8xH100] "
+    "[--grace SECONDS] "
+    "[key=value ...] [~key ...]"
+)
+# Options of torchrun that conflict with the recipe argument.
+_CONFLICTING_OPTIONS = {"module": "--module", "no_python": "--no-python"}
+
+
+@dataclass
+class Command:
+    """A parsed ``tune run`` command line."""
+
+    torchrun: list[str]
+    recipe: str | None
+    config: str | None
+    overrides: list[str]
+    dry_run: bool = False
+    simulate: str | None = None
+    fit: str | None = None
+    grace: float | None = None
+    help: bool = False
+
+
+def parse_command(tokens: list[str]) -> Command:
+    """Parse a command line.
+
+    Raises:
+        UserError: an option is unknown, misplaced or lacks its value.
+    """
+    command = Command([], None, None, [])
+    other_tokens = _take_own_options(command, tokens)
+    for token in other_tokens:
+        if token.startswith("-") and not is_torchrun_option(token):
+            raise UserError(f"{token}: unknown option: settings are key=value, without dashes.")
+    # The order of the others: torchrun's options, the recipe, overrides.
+    num_options = 0
+    if other_tokens and other_tokens[0].startswith("-"):
+        # torchrun takes the first word that is no option or value for its script, and leaves all after it.
+        parsed = torchrun_parser(USAGE).parse_args([*other_tokens, "<end>"])
+        for name, option in _CONFLICTING_OPTIONS.items():
+            if getattr(parsed, name, False):
+                raise UserError(f"{option}: `tune run` takes the name or path of a recipe: remove the option.")
+        num_options = len(other_tokens) - len(parsed.training_script_args)
+    command.torchrun = other_tokens[:num_options]
+    overrides = other_tokens[num_options:]
+    if overrides and not _is_override(overrides[0]):
+        command.recipe = overrides.pop(0)
+    for token, value in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
+        if token.startswith("-"):
+            if "=" not in token and not value.startswith("-") and not _is_override(value):
+                token = f"{token} {value}".rstrip()  # the option with its value, as it is to be moved
+            raise UserError(
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
+            )
+        if not _is_override(token):
+            raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
+    command.overrides = overrides
+    return command
+
+
+def _take_own_options(command: Command, tokens: list[str]) -> list[str]:
+    """Set the options of tune itself, which may stand anywhere; return the other words."""
+    other_tokens: list[str] = []
+    remaining = iter(tokens)
+    for token in remaining:
+        flag, has_value, value = token.partition("=")
+        if flag in ("--config", "--simulate", "--fit", "--grace") and not has_value:  # it is the next word
+            value = next(remaining, "")
+        if flag == "--config":
+            if command.config is not None:
+                raise UserError("--config is given twice: a run has one config, changed by key=value.")
+            command.config = value
+            if not value:
+                raise UserError("--config needs a value: the name of a config (see `tune ls`) or a YAML file.")
+        elif flag in ("--simulate", "--fit"):
+            if not value:
+                example = "devices, as in 8xH100" if flag == "--simulate" else "80GiB"
+                raise UserError(f"{flag} needs a value: {example}.")
+            setattr(command, flag[2:], value)
+        elif flag == "--grace":
+            command.grace = _parse_grace(value)
+        elif token == "--dry-run":
+            command.dry_run = True
+        elif token in ("-h", "--help"):
+            command.help = True
+        else:
+            other_tokens.append(token)
+    return other_tokens
+
+
+def _parse_grace(text: str) -> float:
+    """Return the seconds of ``--grace``; raise :class:`UserError` unless they are a positive number."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        option = f"--grace {text}".rstrip()
+        raise UserError(f"{option}: give the seconds between the signal that stops the run and the kill, such as 120.")
+    return seconds
+
+
+def _is_override(token: str) -> bool:
+    """Return whether a word is ``key=value`` or ``~key``, and not the path of a recipe with "=" in its name."""
+    if token.startswith("~"):
+        return True
+    # os.path.exists: a long setting is not a valid file name, for which pathlib raises
+    return "=" in token and not token.startswith("-") and not os.path.exists(token)
+
+
+def require_config(command: Command, name: str, options: str = "") -> str:
+    """Return the config of a command line.
+
+    Args:
+        command: the command line.
+        name: the subcommand, for the message.
+        options: further options to show.
+
+    Raises:
+        UserError: there is none; a YAML file in its place is named with ``--config``.
+    """
+    if command.config is not None:
+        return command.config
+    config = "CONFIG"
+    if str(command.recipe).endswith((".yaml", ".yml")):
+        config = command.recipe
+    words = ["tune", name, "--config", config, *options.split()]
+    raise UserError(f"tune {name} needs a config: {' '.join(words)}.")
 
 
 class Run(Subcommand):
@@ -85,14 +208,12 @@ class Run(Subcommand):
         if command.config is None and not find_recipe(command.recipe) and find_config(command.recipe):
             command.config = command.recipe  # tune run CONFIG
             command.recipe = None
-        # The recipe may be left out if the config names it.
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
-        is_config = command.recipe is not None and command.recipe.endswith((".yaml", ".yml"))
-        if config is None and is_config:
+        elif command.recipe.endswith((".yaml", ".yml")):
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
-        if command.recipe is None:
+        if command.recipe is None:  # the config names it
             recipe = recipe_named_by(config)
         else:
             recipe = resolve_recipe(command.recipe)
@@ -115,9 +236,7 @@ class Run(Subcommand):
         if command.grace is not None:  # for torchrun and the workers
             os.environ[GRACE_VARIABLE] = str(command.grace)
         if command.simulate or command.fit:
-            from torchtune._cli.estimate import estimate
-
-            estimate(recipe, config, command)
+            _simulate(recipe, config, command)
         elif command.dry_run:
             self._dry_run(recipe, config, command)
         elif command.torchrun:
@@ -128,7 +247,6 @@ class Run(Subcommand):
 
     def _dry_run(self, recipe: RecipeTarget, config: Path, command: Command) -> None:
         """Print the requirements of a run, and finally the errors that prevent its start."""
-        from torchtune._cli.estimate import dry_run
         from torchtune.config import load_and_check
 
         self._check_distributed(recipe, wanted=bool(command.torchrun))
@@ -155,7 +273,7 @@ class Run(Subcommand):
         paths = (os.environ.get("PYTHONPATH", ""), os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         print("Running with torchrun...", flush=True)
-        _run_torchrun(args)
+        run_torchrun(args)
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
@@ -190,97 +308,43 @@ def run_here(recipe: RecipeTarget, config: Path, overrides: list[str]) -> None:
         runpy.run_module(recipe.module, run_name="__main__", alter_sys=True)
 
 
-def _run_torchrun(args: argparse.Namespace) -> None:
-    """Run torchrun, and exit the process unless all workers succeed.
-
-    Exit codes: 2 after a user error, 75 if the run saved after a signal or another machine is lost, 76 if the run
-    stalled, 130 after Ctrl-C, otherwise 1.
-
-    Raises:
-        UserError: an option of torchrun has a wrong value.
-    """
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import run as torchrun
-
-    counts = args.nnodes.split(":")
-    are_numbers = len(counts) <= 2 and all(count.isdigit() for count in counts)
-    if not are_numbers or not 0 < int(counts[0]) <= int(counts[-1]):
-        raise UserError(
-            f"--nnodes {args.nnodes}: give the number of machines, such as 2, or the least and the most, 2:4."
-        )
-    if args.max_restarts > 0 or len(set(counts)) > 1:
-        # A new store for every restart: an old one still has the addresses of the previous workers.
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    for module in ("multiprocessing.api", "rendezvous.dynamic_rendezvous"):
-        logging.getLogger(f"torch.distributed.elastic.{module}").addFilter(_is_new_information)
-    # Workers ask their agent whether it lives, and wait for other machines only if there are some.
-    os.environ |= {AGENT_VARIABLE: str(os.getpid()), MACHINES_VARIABLE: args.nnodes}
-    try:
-        torchrun(args)
-    except SignalException as error:  # the workers got the signal and have saved
-        if error.sigval == signal.SIGTERM:
-            sys.exit(EXIT_REQUEUE)
-        sys.exit(128 + error.sigval)
-    except ChildFailedError as error:
-        # A worker's user error makes others fail; torchrun may report either first.
-        worker_codes = [failure.exitcode for failure in error.failures.values()]
-        exit_code = next((code for code in _KNOWN_EXIT_CODES if code in worker_codes), 1)
-        if exit_code == EXIT_REQUEUE and worker_codes[0] != EXIT_REQUEUE:  # another worker was killed first
-            exit_code = 1
-        if exit_code == 1:  # no worker has printed the reason
-            print(error, file=sys.stderr)
-        if args.nnodes not in ("1", "1:1"):
-            time.sleep(_LINGER)  # this process may serve the store, which other machines query to find the failed rank
-        sys.exit(exit_code)
-    except (RendezvousError, DistError) as error:
-        sentence, code = _explain_error(error, args)
-        print(f"error: {sentence}", file=sys.stderr)
-        sys.exit(code)
-    except ValueError as error:  # of an option, before there are workers
-        raise UserError(f"torchrun refuses an option: {first_line(error)}: see torchrun --help.") from error
+def _simulate(recipe: RecipeTarget, config: Path, command: Command) -> None:
+    """Simulate a step of a recipe on the devices of ``--simulate``."""
+    if command.simulate is None:
+        raise UserError("--simulate is missing: name the devices, for example --simulate 8xH100.")
+    if command.torchrun:
+        raise UserError(f"{command.torchrun[0]}: --simulate sets the number of processes: remove the option.")
+    simulate_run(recipe, config, command.overrides, command.simulate, command.fit)
 
 
-def _is_new_information(record: logging.LogRecord) -> bool:
-    """Filter out torchrun's log records on failed workers or a closed rendezvous, which repeat a printed error."""
-    text = record.getMessage()
-    if text.startswith("Sending process") or text.endswith("due to an error of type RendezvousConnectionError."):
-        return False
-    return not any(text.startswith(f"failed (exitcode: {code})") for code in _KNOWN_EXIT_CODES)
+class Estimate(Subcommand):
+    """Subcommand that simulates a step of a recipe on any devices."""
 
-
-def _explain_error(error: Exception, args: argparse.Namespace) -> tuple[str, int]:
-    """Return a message on a failed rendezvous, and the exit code."""
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
-
-    address = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-    if isinstance(error, RendezvousClosedError):
-        return f"the run at {address} has ended on another machine: see the error in its output.", 1
-    cause = first_line(error.__cause__ or error)
-    is_missing_machine = isinstance(error, RendezvousTimeoutError)
-    waiting_option = "join_timeout"
-    if args.rdzv_backend == "static" and args.node_rank == 0:
-        # The first machine serves the store itself: the others have not connected, "1/2 clients joined".
-        is_missing_machine = is_missing_machine or "clients joined" in cause
-        waiting_option = "timeout"
-    if is_missing_machine:
-        return (
-            f"fewer machines than --nnodes {args.nnodes} connected to {address} in time: run the same command, with "
-            f"the same --nnodes, on all machines; --rdzv-conf {waiting_option}=SECONDS waits longer.",
-            EXIT_REQUEUE,
-        )
-    # torch has one class for both errors; only after workers have run, the traceback has one of these frames.
-    frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    if frames & {"num_nodes_waiting", "_restart_workers"}:
-        return (
-            f"{address} has stopped answering, because its machine or its command has ended ({cause}): run the same "
-            "command on all machines with resume_from_checkpoint=True to continue from the last checkpoint.",
-            EXIT_REQUEUE,
-        )
-    return (
-        f"{address} cannot be reached ({cause}): give the address of the first machine with a free port, and start the "
-        "command there.",
-        2,
+    name = "estimate"
+    usage = "tune estimate [<recipe>] --config <config> --simulate 8xH100 [--fit 80GiB] [key=value ...]"
+    help = "Simulate a step of a recipe on any number of devices: memory, time, cost"
+    description = (
+        "Run a step of a recipe on a simulated cluster, without weights, data and devices.\n"
+        "The same as tune run --dry-run --simulate."
     )
+    epilog = """
+        options:
+          --simulate NxDEVICE  H100, H200, B200, A100, L40S, RTX4090, RTX5090 or MI300X; without N, one
+          --fit MEMORY         search for the fastest settings that fit in this memory, for example 80GiB
+
+        examples:
+          $ tune estimate --config llama3_1/8B_full --simulate 8xH100
+          $ tune estimate my_recipe.py --config my_config.yaml --simulate RTX4090 --fit 24GB
+    """
+    takes_tokens = True
+
+    def _run(self, args: argparse.Namespace) -> None:
+        command = parse_command(args.tokens)
+        if command.help or not args.tokens:
+            self._parser.print_help()
+            return
+        recipe, config = find_targets(command.recipe, require_config(command, self.name, "--simulate 8xH100"))
+        command.overrides = expand_shorthands(config, command.overrides, command.recipe)
+        if command.recipe is None:
+            recipe = recipe_named_by(config, command.overrides)  # the rows may choose another one
+        _simulate(recipe, config, command)

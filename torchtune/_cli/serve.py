@@ -5,7 +5,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from torchtune._cli.subcommand import CHECKPOINT, Subcommand, add_placement, check_least, shared_by_processes
+from torchtune._cli.subcommand import (
+    CHECKPOINT,
+    Subcommand,
+    add_placement,
+    check_least,
+    find_checkpoint,
+    shared_by_processes,
+)
 from torchtune.utils import UserError
 
 _FORMATS = ("hermes", "qwen_xml", "llama3", "mistral", "harmony", "gemma4")
@@ -51,7 +58,6 @@ class Serve(Subcommand):
     def _run(self, args: argparse.Namespace) -> None:
         check_least(args, port=0, max_new_tokens=1, max_sequences=1, max_waiting=1)
         from torchtune._cli._chat_api import ChatServer
-        from torchtune._cli._find_recipe import find_checkpoint
         from torchtune.generation import follow_batches
         from torchtune.rlhf.environments import detect_format
         from torchtune.tokenizers import chat_template_text
@@ -101,6 +107,6 @@ def _load(path: str, name: str, args: argparse.Namespace) -> tuple[dict[str, Any
             raise UserError(f"--adapter {text}: give NAME=PATH, with a name of its own for each.")
         if shards is None:
             models[adapter_name] = adapted_copy(base, adapter)
-        else:
+        else:  # a sharded model cannot be copied with new parameters
             models[adapter_name] = load_adapted_shard(base, path, adapter, dtype=args.dtype, device=args.device)
     return models, tokenizer

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtune._cli._find_recipe import recipe_named_by, resolve_config, resolve_recipe
 from torchtune._cli._shorthands import expand_shorthands
-from torchtune._cli.subcommand import Command, Subcommand, parse_command, require_config, torchrun_arguments
+from torchtune._cli.run import Command, parse_command, require_config
+from torchtune._cli.subcommand import Subcommand
+from torchtune._cli.torchrun import torchrun_arguments
+from torchtune._recipe_registry import recipe_named_by, resolve_config, resolve_recipe
 from torchtune.utils import EXIT_REQUEUE, FolderLock, UserError, first_line, read_json, require, write_json
 
 _USAGE = (

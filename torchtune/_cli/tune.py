@@ -6,18 +6,16 @@ import sys
 from collections.abc import Sequence
 
 from torchtune._cli.chat import Chat
-from torchtune._cli.checks import Checkpoint, Selfcheck, Validate
+from torchtune._cli.checks import Checkpoint, Schema, Selfcheck, Validate
 from torchtune._cli.data import Data
 from torchtune._cli.doctor import Doctor
 from torchtune._cli.download import Download
-from torchtune._cli.estimate import Estimate
 from torchtune._cli.eval import Eval
 from torchtune._cli.export import Export
 from torchtune._cli.import_config import Import
 from torchtune._cli.ls_cp_cat import Cat, Copy, List
 from torchtune._cli.report import Compare, Report
-from torchtune._cli.run import Run
-from torchtune._cli.schema import Schema
+from torchtune._cli.run import Estimate, Run
 from torchtune._cli.serve import Serve
 from torchtune._cli.sweep import Sweep
 from torchtune.config import redact_secrets
@@ -76,6 +74,7 @@ class TuneCLIParser:
         if unknown_arguments:
             unknown = " ".join(unknown_arguments)
             hint = ""
+            # Commands such as `tune validate` take the config as an argument, unlike `tune run`.
             if "--config" in unknown.partition("=")[0].split():
                 hint = " (name the config without an option)"
             getattr(namespace, "parser", self._parser).error(f"unrecognized arguments: {unknown}{hint}")
@@ -84,7 +83,7 @@ class TuneCLIParser:
         return namespace
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run the selected subcommand, in several processes if it takes ``--nproc-per-node``."""
+        """Call ``_run`` of the selected subcommand, in several processes if it takes ``--nproc-per-node``."""
         if not hasattr(args, "nproc_per_node"):
             args.func(args)
             return

@@ -8,10 +8,12 @@ One word per thing, in this package and its messages:
   conversion adds and saves apart from them, such as an adapter.
 - **external tensor**, **external name**: a tensor in a file of another format, and its name there.
 - **group**: the weights and external tensors that are converted together (:class:`torchtune.models.Group`).
-  **TensorGroup**: the external tensors of a group, to write.
+  **TensorGroup**: the external tensors of a group, to write. **Op**: the conversion between the tensors of a group.
 - **spec**: a full tensor on the meta device, for its shape and dtype. (A ``ModelSpec`` is that of a family.)
 - **slice**: one range per dimension of a full tensor. **Shard**: the slice of one rank, with its values.
-- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Reader**: copies
+  **ExternalSlice**: the slice of an external tensor that holds part of a slice of a weight. **TensorSlice**: a slice of
+  an external tensor with its values, to write.
+- **weight files**: tensors in files, opened for reading; ``read`` returns a tensor or a slice of it. **Reader**: reads
   a slice of one weight from its files into a tensor. **Shard file**: one of several files that hold a model.
 - **tensor file**: a safetensors file to write; a **writer** is the rank that writes it.
 - **source**: where one model of a run comes from: a folder, its weight files and its adapter; it **loads** a model.
@@ -23,19 +25,28 @@ One word per thing, in this package and its messages:
 
 The way of a weight from its file into a model, in the order of reading:
 
-1. ``_checkpoint_store``: ``CheckpointStore.load_model``, on all ranks.
-2. ``_load``: ``ModelSource.load`` opens the files, and ``load_base`` fills one weight after another.
-3. ``_weight_files``: ``open_weight_files`` finds the format; ``WeightFiles.read`` returns a slice of a tensor.
-4. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups; ``Group.read`` copies a slice of a weight
+1. ``_checkpointers``: the checkpointer of a config is a ``CheckpointStore`` with other arguments.
+2. ``_checkpoint_store``: ``CheckpointStore.load_model``, on all ranks.
+3. ``_load``: ``ModelSource.load`` opens the files; ``load_base`` lists the weights in them, and ``load_weight`` loads
+   each in three steps: allocate, read, assign.
+4. ``_weight_files``: ``open_weight_files`` finds the format; ``WeightFiles.read`` returns a slice of a tensor.
+5. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups; ``Group.read`` reads a slice of a weight
    from the slices of the external tensors that hold it.
-5. ``_model_weights``: ``ModelWeights.fill`` asks for the slice of this rank, straight into its shard.
+6. ``_model_weights``: ``ModelWeights.allocate`` returns the slice of this rank, and its shard as the tensor to read
+   into; ``ModelWeights.assign`` has to do something only for weights that are stored in another form.
+7. ``torchtune.training.parallel._shards``: ``my_shard`` is the one place that asks a DTensor for its slice.
 
 And back into a file:
 
 1. ``_checkpoint_store``: ``CheckpointStore.save`` describes all files before it writes any.
-2. ``_export``: ``export_model`` distributes groups among files; ``SaveView.tensor_group`` computes, from the shard of
-   this rank, the slices of external tensors that it contributes.
+2. ``_export``: ``export_model`` distributes groups among files; ``SaveView.slices_to_write`` computes, from the shard
+   of this rank, the slices of external tensors that it contributes.
 3. ``_save``: ``Saver.save`` sends the slices to the rank that writes the file, group by group.
+4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.
+
+Beside this way: ``_adapter`` and ``_adapter_settings`` (PEFT's layout), ``_small_files`` (config, tokenizer),
+``_gguf`` and ``_quantize`` (other formats), ``_state`` and ``_resume`` (training state, resume),
+``_bucket`` (object stores), ``_full_state_dicts`` (interface of copied recipes).
 """
 
 from torchtune._lazy import attach_stub

@@ -238,7 +238,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
                 f"{file}: it holds '{name}', which the model in the run's config does not adapt: adapt the layers that "
                 f"its {ADAPTER_CONFIG_FILE} lists."
             )
-        weights.load(name, tensor, file, device, dtype)
+        weights.load_value(name, tensor, file, device, dtype)
         loaded.add(name)
     missing = sorted(expected - loaded)
     if missing:
@@ -290,7 +290,7 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     first = needed - len(ids)
     are_consecutive = ids == list(range(first, needed))
     have_values = files.shape(tensors[0])[0] == len(ids)
-    continues_vocabulary = first <= rows <= needed
+    continues_vocabulary = first <= rows <= needed  # the base may have some of the rows, untrained
     if not (are_consecutive and have_values and continues_vocabulary):
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
@@ -360,7 +360,7 @@ def _load_owned_files(weights: ModelWeights, folder: Path, device: torch.device,
                 "saved with."
             )
         for name in names:
-            weights.load(name, files.read(name), path, device, dtype)
+            weights.load_value(name, files.read(name), path, device, dtype)
         loaded.update(names)
     return loaded
 
@@ -625,6 +625,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     settings = read_settings(folder / ADAPTER_CONFIG_FILE)
     all_names = open_weight_files([file]).names()
     _refuse_embedding_adapter(all_names, file)
+    # Every adapted layer has one A.
     names = [name for name in all_names if ".lora_A." in name]
     spec, description = spec_and_description(model)
     prefixes = _text_decoder_prefixes(spec, names)
@@ -641,7 +642,9 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         if name not in groups:
             raise CheckpointError(f"{file}: it holds '{name}', for which the model has no layer: it is of another one.")
         rank, alpha = rank_and_alpha_in_file(groups[name], settings)
-        for path in {tune.partition(".lora_")[0] for tune in groups[name].tune}:
+        # The adapter of a fused projection belongs to several of our layers.
+        for tune_name in groups[name].tune:
+            path = tune_name.partition(".lora_")[0]
             layers.add(path)
             if rank != base_rank and rank == int(rank):  # load_adapter raises on a fraction, because the shapes differ
                 rank_pattern[re.escape(path)] = int(rank)

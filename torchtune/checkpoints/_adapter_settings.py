@@ -215,7 +215,8 @@ def token_indices(weights: ModelWeights) -> dict[str, list[int]] | None:
 
 def module_of(weights: ModelWeights, name: str) -> str:
     """Return the path in ``transformers`` of the module with the weight ``name``."""
-    return weights.groups[name].external[0].removesuffix(".weight")
+    spec, description = weights.spec_and_description
+    return spec.weight_map("hf").external_module(name.removesuffix(".weight"), description)
 
 
 def init_from_base(settings: Mapping[str, Any]) -> str | None:
@@ -270,7 +271,7 @@ def adapted_modules(
         tune_module = group.tune[0].removesuffix(LORA_A)
         if tune_module != group.tune[0] and weight_map.named_like_experts(tune_module, description):
             expert_like.add(group_modules[0])
-    modules -= expert_like
+    modules -= expert_like  # as target modules, peft would look for stacked experts of these names
     if in_full:
         target_modules = sorted(modules)
         linear_names = sorted(expert_like)
@@ -278,9 +279,10 @@ def adapted_modules(
         target_modules = _shortest_names(modules, weight_map, description)
         linear_names = _shortest_names(expert_like, weight_map, description)
     parameters = [f"{name}.weight" for name in linear_names]
-    if not all(group.tune[0].endswith(_LINEAR_SUFFIXES) for group in groups):
+    has_experts = not all(group.tune[0].endswith(_LINEAR_SUFFIXES) for group in groups)
+    if has_experts:
         gate_up, down = _EXPERTS
-        if not description.mlp_gated:
+        if not description.mlp_gated:  # experts.up_proj
             gate_up = gate_up.replace("gate_", "")
         parameters += [gate_up, down]
     fields = {"target_modules": target_modules, **_rank_patterns(groups, settings)}

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,41 +13,35 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE, OWNED_INDEX, load_adapter
-from torchtune.checkpoints._bucket import Bucket, DamagedUploadError, RemoteCheckpoint, Uploader
+from torchtune.checkpoints._bucket import Bucket, Uploader
 from torchtune.checkpoints._directories import (
-    MARKER,
     STATE_DIR,
     STRUCTURE,
     check_name,
     check_output_dir,
     complete_directories,
-    damaged_files,
-    marked_files,
     prune,
 )
 from torchtune.checkpoints._export import (
     MAX_SHARD_BYTES,
     Contents,
     SaveView,
-    check_savable_tokenizer,
     contents_of,
     export_model,
-    write_extra_files,
 )
 from torchtune.checkpoints._load import ModelSource, initialize_missing, load_base
 from torchtune.checkpoints._model_weights import ModelWeights, spec_and_description
 from torchtune.checkpoints._resume import (
-    Candidate,
+    CheckpointSearch,
     ModelsOfRun,
     ResumePoint,
     check_resumed_settings,
     check_same_settings,
-    log_damage_or_raise,
-    resume_candidates,
     resume_point,
     with_bucket,
 )
-from torchtune.checkpoints._save import Job, Saver, TensorFile, check_finite
+from torchtune.checkpoints._save import Job, Saver, TensorFile, check_trained_finite
+from torchtune.checkpoints._small_files import check_savable_tokenizer, write_extra_files
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
 from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
 from torchtune.models import build
@@ -110,7 +103,6 @@ class CheckpointStore:
         self.output_dir = None if output_dir is None else Path(output_dir).expanduser()
         self.keep_last_n_checkpoints = keep_last_n_checkpoints
         self.upload = upload
-        self._checkpoints_in_bucket: list[RemoteCheckpoint] = []  # on rank 0, when the output folder was opened
         self._changed_settings: list[str] = []  # sentences about settings that differ from a resumed checkpoint's
         self.sources: dict[str, ModelSource] = {}
         adapter_dirs = [] if self.output_dir is None else [self.output_dir]
@@ -147,6 +139,10 @@ class CheckpointStore:
         if self._bucket is None or self._ranks.rank > 0:
             return None
         return Uploader(self._bucket, self.require_output_dir())
+
+    @cached_property
+    def _search(self) -> CheckpointSearch:
+        return CheckpointSearch(self.require_output_dir(), self.lock, self._ranks, self._bucket)
 
     def add_source(self, name: str, source: Any) -> None:
         """Add a model to the run.
@@ -311,22 +307,12 @@ class CheckpointStore:
                     "same config."
                 )
         if self.upload is not None:
-            self._ranks.run_on_rank_0(partial(self._open_bucket, resume=resume))
+            self._ranks.run_on_rank_0(partial(self._search.open_bucket, resume=resume))
         point = self.find_resume_point(cfg) if resume else None
         if self._uploader is not None and point is not None:
             self._uploader.keep = self.keep_last_n_checkpoints
-            self._uploader.add_missing(self._checkpoints_in_bucket)
+            self._uploader.add_missing(self._search.in_bucket)
         return point
-
-    def _open_bucket(self, *, resume: bool) -> None:
-        """Check that the bucket can be written to, and that nothing is overwritten; on rank 0."""
-        self._checkpoints_in_bucket = self._bucket.complete()
-        if self._checkpoints_in_bucket and not resume:
-            raise CheckpointError(
-                f"checkpointer.upload: {self._bucket} already holds a run ({self._checkpoints_in_bucket[-1].name}): "
-                "set resume_from_checkpoint=True to go on with it, or choose another folder."
-            )
-        self._bucket.claim()  # after the check, so that a start by mistake does not stop a run
 
     def find_resume_point(self, cfg: Any = None) -> ResumePoint | None:
         """Return the newest complete and undamaged checkpoint; None, with a warning, if there is no checkpoint.
@@ -343,85 +329,15 @@ class CheckpointStore:
                 weights have changed.
             UserError: another run has locked the folder.
         """
-        output_dir = self.require_output_dir()
-        with ExitStack() as stack:
-
-            def begin() -> list[Candidate]:
-                if output_dir.is_dir():
-                    stack.enter_context(self.lock.held())
-                local = resume_candidates(output_dir, is_only_place=not self._checkpoints_in_bucket)
-                return with_bucket(local, self._checkpoints_in_bucket, output_dir)
-
-            # Rank 0 alone lists the folder, so that all ranks try the same checkpoints in the same order.
-            candidates = self._ranks.run_on_rank_0(begin)
-            for number, candidate in enumerate(candidates):
-                path = candidate.path
-                older = [older_candidate.path for older_candidate in candidates[number + 1 :]]
-                if candidate.is_local:
-                    faults = self._find_damage(path)
-                    if faults and candidate.remote is not None:
-                        text = f"output_dir: {faults[0]}: {path.name} is downloaded again from {self.upload}."
-                        self._ranks.run_on_rank_0(partial(get_logger().error, text))
-                        faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
-                else:
-                    faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
-                    if not faults:
-                        self._check_same_marker(path)
-                        faults = self._find_damage(path)
-                if faults:
-                    setting = "output_dir" if candidate.is_local else "checkpointer.upload"
-                    self._ranks.run_on_rank_0(partial(log_damage_or_raise, path, faults, older, setting))
-                    continue
-                point = self._ranks.run_on_rank_0(partial(resume_point, path))
-                with self._ranks.raise_on_all():
-                    if cfg is not None:
-                        self._changed_settings = check_resumed_settings(cfg, path)
-                    ModelsOfRun.read(path).check_sources(self.sources, path)
-                return point
-        return None
-
-    def _download_faults(self, candidate: Candidate) -> list[str]:
-        """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0.
-
-        The list is empty if the checkpoint is whole.
-        """
-        remote = candidate.remote
-        self._check_not_finished(remote)
-        try:
-            self._bucket.download(remote, candidate.path.parent)
-        except DamagedUploadError as error:
-            return [str(error)]
-        by_name = {checkpoint.name: checkpoint for checkpoint in self._checkpoints_in_bucket}
-        self._bucket.download_best(by_name, candidate.path.parent)
-        return []
-
-    def _check_same_marker(self, path: Path) -> None:
-        """Raise ``CheckpointError`` unless all ranks see the checkpoint that rank 0 has downloaded."""
-        marker = None
-        with self._ranks.raise_on_all():
-            if (path / MARKER).is_file():
-                marker = (path / MARKER).read_bytes()
-        markers = self._ranks.gather(marker)
-        for rank, marker_of_rank in enumerate(markers):
-            if marker_of_rank != markers[0]:
-                seen = "another" if marker_of_rank else "none"
-                raise CheckpointError(
-                    f"The ranks disagree about the newest checkpoint of {self.upload}: rank 0 has downloaded "
-                    f"{path.name} into {path.parent}, and rank {rank} sees {seen} there: give all machines the same "
-                    "output_dir."
-                )
-
-    def _find_damage(self, path: Path) -> list[str]:
-        """Return a phrase for each missing or changed file that a resume needs; each rank verifies some of them."""
-        faults: list[str] = []
-        with self._ranks.raise_on_all():
-            files = marked_files(path, everything=False)
-            own_files = files[self._ranks.rank :: self._ranks.size]
-            faults = damaged_files(path, own_files)
-        all_faults = []
-        for faults_of_rank in self._ranks.gather(faults):
-            all_faults += faults_of_rank
-        return all_faults
+        with self._search.newest_undamaged() as path:
+            if path is None:
+                return None
+            point = self._ranks.run_on_rank_0(partial(resume_point, path))
+            with self._ranks.raise_on_all():
+                if cfg is not None:
+                    self._changed_settings = check_resumed_settings(cfg, path)
+                ModelsOfRun.read(path).check_sources(self.sources, path)
+            return point
 
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums.
@@ -445,7 +361,7 @@ class CheckpointStore:
             for sentence in changed_settings:
                 log_rank_zero(get_logger(), sentence)
             return
-        self._check_not_finished(newest.remote)
+        self._search.check_not_finished(newest.remote)
         settings = self._bucket.folder.read(f"{newest.path.name}/torchtune_config.yaml")
         if settings is not None:
             with TemporaryDirectory() as folder:
@@ -454,14 +370,6 @@ class CheckpointStore:
                 (checkpoint / "torchtune_config.yaml").write_bytes(settings)
                 for sentence in check_resumed_settings(cfg, checkpoint):
                     log_rank_zero(get_logger(), sentence)
-
-    def _check_not_finished(self, remote: RemoteCheckpoint) -> None:
-        """Raise ``CheckpointError`` if a checkpoint of the bucket has no training state."""
-        if not remote.resumable:
-            raise CheckpointError(
-                f"checkpointer.upload: the run in {self._bucket} is finished ({remote.name}), there is nothing to "
-                "resume: start a new run from those weights, in another folder."
-            )
 
     @doing("resuming")
     def resume(self, point: ResumePoint, models: Models, state: Mapping[str, Any]) -> None:
@@ -573,7 +481,7 @@ class CheckpointStore:
             prefix = "" if len(views) == 1 else f"{model_name}."
             for parameter_name in view.trained:
                 trained[f"{prefix}{parameter_name}"] = view.parameters[parameter_name]
-        check_finite(name, trained, self._ranks)
+        check_trained_finite(name, trained, self._ranks)
         for model_name, view in views.items():
             export = export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name))
             exports.append(export)
@@ -773,8 +681,8 @@ def _parameters(models: Models) -> dict[str, nn.Parameter]:
 def _weights_to_resume(model: nn.Module, folder: Path) -> Path:
     """Return the path that a resume loads: an adapter file, or the folder of the weights."""
     adapter_files = []
-    for adapter_dir in (folder, folder / ADAPTER_DIR):
-        for name in (ADAPTER_FILE, OWNED_INDEX):
+    for adapter_dir in (folder, folder / ADAPTER_DIR):  # the second one if merged weights are in the first
+        for name in (ADAPTER_FILE, OWNED_INDEX):  # the second one if no conversion has a name in PEFT's layout
             if (adapter_dir / name).is_file():
                 adapter_files.append(adapter_dir / name)
     has_adapter = bool(owned_parameters(model))

@@ -1,279 +1,32 @@
-"""Checkpointers for configs and copied recipes: a :class:`CheckpointStore` of one model, with other arguments.
+"""Checkpointers that configs name: a :class:`CheckpointStore` of one model, with other arguments."""
 
-They also have the interface of copied recipes, ``load_checkpoint`` and ``save_checkpoint`` with full state dicts.
-"""
-
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchtune.checkpoints._adapter import ADAPTER_DIR, ADAPTER_FILE
-from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted_modules, adapter_settings
 from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
-from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
-from torchtune.checkpoints._export import write_tensors
-from torchtune.checkpoints._load import ModelType, detect_format
-from torchtune.checkpoints._save import TensorGroup, save_tensors
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, shard_files
+from torchtune.checkpoints._full_state_dicts import StateDictMethods
+from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
+from torchtune.checkpoints._save import TensorGroup, check_trained_finite
+from torchtune.checkpoints._small_files import save_tokenizer, write_extra_files
+from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
+    SAFETENSORS_INDEX,
     CheckpointError,
     WeightFiles,
     find_files,
     open_weight_files,
-    read_json,
-    safe_torch_load,
 )
-from torchtune.models import (
-    Description,
-    FusedAdapter,
-    ModelSpec,
-    get_spec,
-    list_specs,
-    spec_for_architecture,
-    text_config,
-)
-from torchtune.models.convert_weights import meta_to_tune, tune_to_meta, tune_to_peft_adapter_config
-from torchtune.utils import atomic_write, get_logger, write_json
-
-# Keys of state dicts, as spelled in copied recipes.
-ADAPTER_CONFIG = "adapter_config"
-ADAPTER_KEY = "adapter"
-DATALOADER_KEY = "dataloader"
-EPOCHS_KEY = "epochs_run"
-MAX_STEPS_KEY = "max_steps_per_epoch"
-MODEL_KEY = "model"
-OPT_KEY = "optimizer"
-RNG_KEY = "rng_state"
-SEED_KEY = "seed"
-STEPS_KEY = "steps_run"
-TOTAL_EPOCHS_KEY = "total_epochs"
-VAL_DATALOADER_KEY = "val_dataloader"
-
-_RECIPE_STATE = "recipe_state.pt"
-_ADAPTER_PT = "adapter_model.pt"
-_MODEL_BIN = "model-00001-of-00001.bin"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-# Format of weight names: Hugging Face's, Meta's, or this library's.
-NameFormat = Literal["hf", "meta", "tune"]
+from torchtune.tokenizers import SavableTokenizer
+from torchtune.training.parallel import Ranks
+from torchtune.utils import doing, write_json
 
 
-def _recipe_state(folder: Path) -> Path:
-    """Return the file of a recipe's state: in the checkpoint, or in the folder that older releases have beside it."""
-    path = folder / _RECIPE_STATE
-    if path.is_file():
-        return path
-    return folder.parent / "recipe_state" / _RECIPE_STATE
-
-
-class _ConfigCheckpointer(CheckpointStore):
-    """Base class of the checkpointers of configs: a store of one model, the policy, that also reads full state dicts.
-
-    Args:
-        source: arguments of the policy's :class:`ModelSource`.
-        output_dir: see :class:`CheckpointStore`.
-        name_format: format of weight names for ``load_checkpoint`` and ``save_checkpoint``.
-        should_load_recipe_state: whether :meth:`load_checkpoint` reads the newest checkpoint in ``output_dir``.
-        keep_last_n_checkpoints: see :class:`CheckpointStore`.
-        upload: see :class:`CheckpointStore`.
-    """
-
-    def __init__(
-        self,
-        source: Mapping[str, Any],
-        output_dir: str | None,
-        name_format: NameFormat,
-        *,
-        should_load_recipe_state: bool,
-        keep_last_n_checkpoints: int | None,
-        upload: str | None,
-    ) -> None:
-        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-        self.should_load_recipe_state = should_load_recipe_state
-        self._name_format = name_format
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """Folder of the policy's weights."""
-        return self.source().checkpoint_dir
-
-    def load_checkpoint(self, weights_only: bool = True) -> dict[str, Any]:
-        """Read ``checkpoint_dir`` into ``{"model": {parameter name: tensor}}``.
-
-        With ``should_load_recipe_state``, load the newest checkpoint in ``output_dir`` instead, including its adapter
-        and the contents of its ``recipe_state.pt``.
-
-        Args:
-            weights_only: accepted for older recipes; pickled code is never run.
-
-        Raises:
-            CheckpointError: files are missing or corrupt, or the folder does not describe the model.
-        """
-        if not self.should_load_recipe_state:
-            return {MODEL_KEY: self._read_model(self.source().open())}
-        newest = self._newest_with_state()
-        adapter = newest / _ADAPTER_PT
-        state_dicts: dict[str, Any] = {}
-        if adapter.is_file():
-            # The base weights of the source: those beside the adapter have it merged in, if there are any.
-            state_dicts[MODEL_KEY] = self._read_model(self.source().open())
-            state_dicts[ADAPTER_KEY] = safe_torch_load(adapter)
-        else:
-            state_dicts[MODEL_KEY] = self._read_model(open_weight_files(find_files(newest)))
-        return state_dicts | safe_torch_load(_recipe_state(newest), mmap=False)
-
-    def save_checkpoint(
-        self,
-        state_dict: Mapping[str, Any],
-        epoch: int,
-        intermediate_checkpoint: bool = False,
-        adapter_only: bool = False,
-        *,
-        step: int | None = None,
-        max_shard_size: str = "5GB",
-        dir_prefix: str = "epoch",
-    ) -> None:
-        """Write ``epoch_N`` (or ``step_N``) from a state dict.
-
-        Args:
-            state_dict: ``model`` (with this library's names), optionally ``adapter`` and ``adapter_config``, and any
-                other value that ``torch.load(weights_only=True)`` can read.
-            epoch: N.
-            intermediate_checkpoint: also write all other values as ``recipe_state.pt``.
-            adapter_only: do not write the model.
-            step: N if ``dir_prefix`` is ``"step"``.
-            max_shard_size: maximum size of a file, for example ``"5GB"``.
-            dir_prefix: ``"epoch"`` or ``"step"``.
-
-        Raises:
-            CheckpointError: ``adapter_only`` without an adapter, or the folder does not describe the model.
-            UserError: the disk is full; earlier checkpoints are unchanged.
-        """
-        number = epoch
-        if dir_prefix == "step" and step is not None:
-            number = step
-        max_shard_bytes = _parse_size(max_shard_size)
-        if adapter_only and ADAPTER_KEY not in state_dict:
-            raise CheckpointError("save_checkpoint: adapter_only=True needs an adapter in the dict.")
-        if self.upload is not None:
-            raise CheckpointError(
-                "checkpointer.upload: save_checkpoint does not upload: save with checkpointer.save, as the recipes of "
-                "this release do, or leave the setting out."
-            )
-        output_dir = self.require_output_dir()
-        with self.lock.held(), new_directory(output_dir, f"{dir_prefix}_{number}") as folder:
-            if not adapter_only:
-                self._write_model(state_dict[MODEL_KEY], folder, max_shard_bytes)
-            if ADAPTER_KEY in state_dict:
-                self._write_adapter(state_dict, folder, beside_model=not adapter_only)
-            source = self.source()
-            source_config = source.checkpoint_dir / "config.json"
-            if source_config.is_file():
-                write_json(folder / "config.json", text_config(read_json(source_config)))
-            source.carry_files(folder)
-            if intermediate_checkpoint:
-                weights = (MODEL_KEY, ADAPTER_KEY, ADAPTER_CONFIG)
-                recipe_state = {key: value for key, value in state_dict.items() if key not in weights}
-                _torch_save(recipe_state, folder / _RECIPE_STATE)
-        prune(output_dir, self.keep_last_n_checkpoints)
-
-    def _read_model(self, files: WeightFiles) -> dict[str, torch.Tensor]:
-        """Read weight files into a state dict with this library's names."""
-        if self._name_format == "tune":
-            return dict(files.stream())
-        if self._name_format == "meta":
-            state_dict = meta_to_tune(dict(files.stream()))
-            if self.source().model_type is ModelType.LLAMA3_2:
-                state_dict.pop("output.weight", None)  # tied to the embedding
-            return state_dict
-        spec, description = self._spec_and_description()
-        name_format = detect_format(files, spec, description)
-        if name_format == "tune":
-            return dict(files.stream())
-        return dict(spec.weight_map(name_format).to_tune(files.stream(), description))
-
-    def _write_model(self, state_dict: Mapping[str, torch.Tensor], folder: Path, max_shard_bytes: int) -> None:
-        if self._name_format == "tune":
-            _torch_save(_on_cpu(state_dict), folder / _MODEL_BIN)
-        elif self._name_format == "meta":
-            meta_state_dict = tune_to_meta(dict(state_dict))
-            # Meta's files also have the output of models that tie it.
-            meta_state_dict.setdefault("output.weight", meta_state_dict["tok_embeddings.weight"])
-            _torch_save(_on_cpu(meta_state_dict), folder / _MODEL_BIN)
-        else:
-            spec, description = self._spec_and_description()
-            tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
-            write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
-
-    def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
-        """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.
-
-        For a merged model, PEFT's files go into ``adapter/``: transformers would apply an adapter next to the weights a
-        second time.
-        """
-        adapter = _on_cpu(state_dict[ADAPTER_KEY])
-        _torch_save(adapter, folder / _ADAPTER_PT)
-        if self._name_format != "hf":
-            return
-        spec, description = self._spec_and_description()
-        weight_map = spec.weight_map("hf").peft()
-        groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
-        if any(isinstance(group.op, FusedAdapter) for group in groups):
-            get_logger().warning(
-                f"{folder.name} holds the adapter as {_ADAPTER_PT} alone: only the checkpointer's save() knows PEFT's "
-                f"settings for adapters of fused projections ({spec.name})."
-            )
-            return
-        adapter_dir = folder
-        if beside_model:
-            adapter_dir = folder / ADAPTER_DIR
-            adapter_dir.mkdir(exist_ok=True)
-        tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
-        save_tensors(tensors, adapter_dir / ADAPTER_FILE)
-        if ADAPTER_CONFIG in state_dict:
-            settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
-            settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
-            write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
-
-    def _newest_with_state(self) -> Path:
-        """Return the newest checkpoint with a recipe's state; without complete ones, the largest number decides."""
-        output_dir = self.require_output_dir()
-        checkpoints = complete_directories(output_dir)
-        if not checkpoints:
-            for kind in ("step", "epoch"):  # in this order: an epoch ends after its steps
-                name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
-                if name is not None:
-                    checkpoints.append(output_dir / name)
-        if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
-            raise CheckpointError(
-                f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "
-                "enable_async_checkpointing=True, or delete that folder."
-            )
-        with_state = [path for path in checkpoints if _recipe_state(path).is_file()]
-        if not with_state:
-            raise CheckpointError(f"{output_dir} holds no checkpoint with a {_RECIPE_STATE} to resume from.")
-        return with_state[-1]
-
-    def _spec_and_description(self) -> tuple[ModelSpec, Description]:
-        """Return spec and description from ``config.json``; a ``model_type`` that names a family overrides it."""
-        path = self.source().checkpoint_dir / "config.json"
-        if not path.is_file():
-            raise CheckpointError(f"There is no {path}: load_checkpoint and save_checkpoint need it to know the model.")
-        config = text_config(read_json(path))
-        model_type = self.source().model_type
-        if model_type is not None and model_type.value in list_specs():
-            spec = get_spec(model_type.value)
-        elif config.get("architectures"):
-            spec = spec_for_architecture(config["architectures"][0])
-        else:
-            raise CheckpointError(f"{path} names no architecture: name the family of the model as model_type.")
-        return spec, spec.from_hf_config(config)
-
-
-class FullModelHFCheckpointer(_ConfigCheckpointer):
+class FullModelHFCheckpointer(CheckpointStore, StateDictMethods):
     """A :class:`CheckpointStore` of one model, with the arguments of configs.
 
     Hugging Face libraries can load its checkpoints. A recipe adds further models with :meth:`add_source`.
@@ -310,6 +63,8 @@ class FullModelHFCheckpointer(_ConfigCheckpointer):
         >>> checkpointer.close()
     """
 
+    _name_format = "hf"
+
     def __init__(
         self,
         checkpoint_dir: str,
@@ -334,17 +89,11 @@ class FullModelHFCheckpointer(_ConfigCheckpointer):
             "model_type": model_type,
             "text_only": text_only,
         }
-        super().__init__(
-            source,
-            output_dir,
-            "hf",
-            should_load_recipe_state=should_load_recipe_state,
-            keep_last_n_checkpoints=keep_last_n_checkpoints,
-            upload=upload,
-        )
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
+        self.should_load_recipe_state = should_load_recipe_state
 
 
-class FullModelMetaCheckpointer(_ConfigCheckpointer):
+class FullModelMetaCheckpointer(CheckpointStore, StateDictMethods):
     """A checkpointer for Meta's consolidated files, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
@@ -356,6 +105,8 @@ class FullModelMetaCheckpointer(_ConfigCheckpointer):
         ... )  # doctest: +SKIP
     """
 
+    _name_format = "meta"
+
     def __init__(
         self,
         checkpoint_dir: str,
@@ -376,17 +127,11 @@ class FullModelMetaCheckpointer(_ConfigCheckpointer):
             "adapter_checkpoint": adapter_checkpoint,
             "model_type": model_type,
         }
-        super().__init__(
-            source,
-            output_dir,
-            "meta",
-            should_load_recipe_state=should_load_recipe_state,
-            keep_last_n_checkpoints=keep_last_n_checkpoints,
-            upload=upload,
-        )
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
+        self.should_load_recipe_state = should_load_recipe_state
 
 
-class FullModelTorchTuneCheckpointer(_ConfigCheckpointer):
+class FullModelTorchTuneCheckpointer(CheckpointStore, StateDictMethods):
     """A checkpointer for files with this library's names, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
@@ -398,6 +143,8 @@ class FullModelTorchTuneCheckpointer(_ConfigCheckpointer):
         ... )  # doctest: +SKIP
     """
 
+    _name_format = "tune"
+
     def __init__(
         self,
         checkpoint_dir: str,
@@ -418,84 +165,254 @@ class FullModelTorchTuneCheckpointer(_ConfigCheckpointer):
             "adapter_checkpoint": adapter_checkpoint,
             "model_type": model_type,
         }
-        super().__init__(
-            source,
-            output_dir,
-            "tune",
-            should_load_recipe_state=should_load_recipe_state,
-            keep_last_n_checkpoints=keep_last_n_checkpoints,
-            upload=upload,
-        )
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
+        self.should_load_recipe_state = should_load_recipe_state
 
 
 Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
 
 
-def get_largest_iter_folder(dir: str | Path, pattern: str = r"^epoch_(\d+)") -> str | None:
-    """Return the name of the folder in ``dir`` with the largest number; None if there is none.
+class ModuleCheckpointer(CheckpointStore):
+    """Checkpoints of any ``nn.Module``: its state dict, buffers included, in ``model.safetensors``.
+
+    For copied recipes that train a model of your own, on one process. Checkpoints have the completion marker, the
+    training state and the exact resume of :class:`CheckpointStore`, and the names of ``module.state_dict()``, so that
+    ``module.load_state_dict(safetensors.torch.load_file(path))`` reads them.
 
     Args:
-        dir: folder to search.
-        pattern: regular expression with one group, the number.
-    """
-    path = Path(dir)
-    if not path.is_dir():
-        return None
-    numbered = []
-    for folder in path.iterdir():
-        match = re.match(pattern, folder.name)
-        if match:
-            numbered.append((int(match[1]), folder.name))
-    if not numbered:
-        return None
-    _, name = max(numbered)
-    return name
-
-
-def update_state_dict_for_classifier(
-    state_dict: dict[str, torch.Tensor],
-    model_named_parameters: Iterable[tuple[str, nn.Parameter]],
-    force_override: bool = False,
-) -> None:
-    """Replace the output layer of ``state_dict`` by a classifier's, in place.
-
-    If the shape of the output projection differs from the model's, the model's (newly initialized) projection replaces
-    it. An output bias is removed unless the model has one.
-
-    Args:
-        state_dict: state dict of the checkpoint, with this library's names.
-        model_named_parameters: named parameters of the model to load.
-        force_override: replace the projection even if the shapes match.
+        checkpoint_dir: folder of ``model.safetensors`` (or its shards) to begin with, such as a checkpoint of another
+            run; None begins with the values of the module.
+        output_dir: folder of the checkpoints ``epoch_N`` and ``step_N``.
+        keep_last_n_checkpoints: number of checkpoints to keep. By default all ``epoch_N`` are kept, and the last three
+            ``step_N``.
 
     Raises:
-        CheckpointError: the model has no ``output.weight``.
+        CheckpointError: ``keep_last_n_checkpoints`` is below 1, or there are several processes.
+
+    Example:
+        >>> module = torch.nn.Linear(4, 2)
+        >>> checkpointer = torchtune.checkpoints.ModuleCheckpointer(output_dir=folder / "run")
+        >>> checkpointer.load_model(module)
+        >>> path = checkpointer.save("epoch_0", module)
+        >>> checkpointer.close()
+        >>> again = torchtune.checkpoints.ModuleCheckpointer(path, output_dir=folder / "next")
+        >>> again.load_model(torch.nn.Linear(4, 2))
     """
-    parameters = dict(model_named_parameters)
-    if "output.weight" not in parameters:
-        raise CheckpointError("The model has no output.weight, so it is not a classifier: use a classifier's builder.")
-    new_head = parameters["output.weight"]
-    head = state_dict.get("output.weight")
-    if force_override or head is None or head.shape != new_head.shape:
-        state_dict["output.weight"] = new_head
-    if "output.bias" in state_dict and "output.bias" not in parameters:
-        del state_dict["output.bias"]
+
+    def __init__(
+        self,
+        checkpoint_dir: str | Path | None = None,
+        output_dir: str | Path | None = None,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+    ) -> None:
+        super().__init__({}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints)
+        self.checkpoint_dir = None if checkpoint_dir is None else Path(checkpoint_dir)
+        if Ranks(CheckpointError).size > 1:
+            raise CheckpointError("checkpointer: ModuleCheckpointer saves models of one process: start one.")
+
+    def _source_folders(self) -> list[Path | None]:
+        return [self.checkpoint_dir]
+
+    def check_model(self, model: nn.Module, *, name: str = POLICY) -> None:
+        """Check that the files of ``checkpoint_dir`` have the names and shapes of the module, without reading values.
+
+        Raises:
+            CheckpointError: see :meth:`load_model`.
+        """
+        if self.checkpoint_dir is not None:
+            _open_checked(model, self.checkpoint_dir)
+
+    @doing("loading the checkpoint")
+    def load_model(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        name: str = POLICY,
+        whole: bool = False,
+    ) -> None:
+        """Load the module from ``checkpoint_dir``, if there is one, and move it to ``device``.
+
+        Args:
+            model: the module, with its initial values.
+            device: device of the module.
+            dtype: dtype of floating-point parameters and buffers; unchanged by default.
+            name: accepted for recipes; there is one model.
+            whole: accepted for recipes; files must always have all tensors.
+
+        Raises:
+            CheckpointError: files are missing or corrupt, or do not fit the module; or a tensor has no values, because
+                the module was built on the meta device.
+        """
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta:
+                raise CheckpointError(
+                    f"model: '{key}' has no values: a module of your own is built on a real device, so remove "
+                    'torch.device("meta") in setup_model of the recipe.'
+                )
+        model.to(device=device, dtype=dtype)
+        if self.checkpoint_dir is not None:
+            _load(model, self.checkpoint_dir)
+
+    def check_contents(
+        self, models: nn.Module, *, contents: Any = "model", resumable: bool = True, tokenizer: Any = None
+    ) -> None:
+        """Check before training that :meth:`save` can write the module's state dict.
+
+        Args:
+            models: the module.
+            contents: accepted for recipes; the whole state dict is written.
+            resumable: accepted for recipes; every checkpoint but the last can be resumed.
+            tokenizer: see :meth:`save`.
+
+        Raises:
+            CheckpointError: a value of the state dict is not a tensor that a file can hold, or a trained parameter is
+                not in it.
+        """
+        tensors = _state_dict(models)
+        try:
+            shard_files([TensorGroup.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
+        except ValueError as error:
+            raise CheckpointError(f"model: {error}") from error
+        for key, parameter in models.named_parameters():
+            if parameter.requires_grad and key not in tensors:
+                raise CheckpointError(
+                    f"model: '{key}' is trained, but is not in state_dict(), so that no checkpoint would hold it: "
+                    "leave it there."
+                )
+
+    @doing("resuming")
+    def resume(self, point: ResumePoint, models: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load module and training state of ``point``; see :meth:`CheckpointStore.resume`.
+
+        Raises:
+            CheckpointError: the checkpoint has another module, or belongs to another kind of run.
+        """
+        ModelsOfRun.read(point.path).check_trained([POLICY], point.path)
+        self._saver.wait()
+        _load(models, point.path)
+        load_state(state, dict(models.named_parameters()), point.path, self._ranks.rank)
+
+    def save(
+        self,
+        name: str,
+        models: nn.Module,
+        *,
+        contents: Any = "model",
+        state: Mapping[str, Any] | None = None,
+        cfg: Any = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        async_save: bool = False,
+        optional: bool = False,
+        tokenizer: Any = None,
+        extra_files: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write ``output_dir/name`` atomically; see :meth:`CheckpointStore.save` for the arguments.
+
+        Args:
+            name: ``epoch_N`` or ``step_N``.
+            models: the module.
+            contents: accepted for recipes; the whole state dict is written.
+            state: training state for a resume; None for the last checkpoint of a run.
+            cfg: settings of the run, saved as ``torchtune_config.yaml``.
+            max_shard_bytes: maximum bytes of tensors per file.
+            async_save: copy the tensors to host memory, and write them in the background.
+            optional: on failure to write, log a warning and continue without this checkpoint.
+            tokenizer: tokenizer that trained; its ``save_files(folder)``, if it has one, writes its files.
+            extra_files: contents of further files of the checkpoint, by path: a text, or the content of a JSON file.
+
+        Returns:
+            The checkpoint folder.
+
+        Raises:
+            UserError: the state dict cannot be written, a trained parameter is NaN or infinite, or the disk is full or
+                not writable.
+        """
+        self._saver.wait()
+        trained = {}
+        for parameter_name, parameter in models.named_parameters():
+            if parameter.requires_grad:
+                trained[parameter_name] = parameter
+        check_trained_finite(name, trained, self._ranks)
+        tensors = [TensorGroup.of(key, tensor) for key, tensor in _state_dict(models).items()]
+        files, index = shard_files(tensors, max_shard_bytes)
+
+        def write_small_files(folder: Path) -> None:
+            if index is not None:
+                write_json(folder / SAFETENSORS_INDEX, index)
+            if isinstance(tokenizer, SavableTokenizer):
+                save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
+            write_extra_files(folder, extra_files or {})
+
+        state_of_rank = None
+        if state is not None:
+            state_of_rank = rank_state(state, dict(models.named_parameters()), self._ranks)
+        # Buffers may change in the next forward pass, so that the copy does not wait for an optimizer's step.
+        return self._save(
+            name,
+            files,
+            write_small_files,
+            state_of_rank,
+            ModelsOfRun(),
+            cfg=cfg,
+            optimizers=[],
+            async_save=async_save,
+            optional=optional,
+        )
+
+    def save_quantized(self, name: str, model: nn.Module, quantizer: Any) -> Path:
+        """Raise: layers of another library are not quantized here.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError("quantizer: a module of your own is not saved quantized: set it to null.")
 
 
-def _parse_size(size: str) -> int:
-    """Return the bytes of a size such as ``"5GB"``. Raises ``CheckpointError`` if it is written otherwise."""
-    for unit, factor in _UNITS.items():
-        if not size.upper().endswith(unit):
-            continue
-        number = size.upper().removesuffix(unit)
-        if number.strip().replace(".", "", 1).isdigit():
-            return int(float(number) * factor)
-    raise CheckpointError(f"max_shard_size: '{size}' is not a size: write it like 5GB.")
+def _state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's state dict. Raises ``CheckpointError`` for other values."""
+    tensors = {}
+    for key, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"model: state_dict() has '{key}', a {type(value).__name__}: only tensors are saved, register it as a "
+                "buffer."
+            )
+        tensors[key] = value.detach().contiguous()
+    return tensors
 
 
-def _on_cpu(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+def _open_checked(model: nn.Module, folder: Path) -> WeightFiles:
+    """Open the weight files of a folder, whose tensors have the names and shapes of the module's state dict.
+
+    Raises:
+        CheckpointError: a name or a shape differs.
+    """
+    files = open_weight_files(find_files(folder))
+    names = set(files.names())
+    tensors = _state_dict(model)
+    for key, tensor in tensors.items():
+        if key not in names:
+            raise CheckpointError(f"{folder}: it lacks '{key}' of the model: it was saved by another one.")
+        shape = files.shape(key)
+        if tuple(shape) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder}: '{key}' has the shape {list(shape)}, and {list(tensor.shape)} in the model: it was saved "
+                "by another one."
+            )
+    unexpected = sorted(names - tensors.keys())
+    if unexpected:
+        raise CheckpointError(
+            f"{folder}: it has '{unexpected[0]}', which is not in the model: it was saved by another one."
+        )
+    return files
 
 
-def _torch_save(value: Any, path: Path) -> None:
-    with atomic_write(path) as file:
-        torch.save(value, file)
+@torch.no_grad()
+def _load(model: nn.Module, folder: Path) -> None:
+    """Copy the tensors of a folder into the module's state dict."""
+    files = _open_checked(model, folder)
+    # Into the existing tensors, which keep their device and dtype.
+    model.load_state_dict(dict(files.stream()))

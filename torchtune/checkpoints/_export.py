@@ -1,17 +1,14 @@
-"""Export of a model to a checkpoint: tensor files that other libraries load, configs and tokenizer files.
+"""Export of a model to a checkpoint: the tensor files that other libraries load, and the settings of its adapter.
 
 :class:`SaveView` decides which weights are written, merges adapters into them, and computes the slices of this rank;
 :func:`export_model` distributes them among files.
 """
 
-import logging
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -26,10 +23,9 @@ from torchtune.checkpoints._adapter_settings import (
     modules_to_save,
     token_indices,
 )
-from torchtune.checkpoints._load import GENERATION_CONFIG, ModelSource
+from torchtune.checkpoints._load import ModelSource, UnreadWeights
 from torchtune.checkpoints._model_weights import (
     ModelWeights,
-    UnreadWeights,
     describe_tensors,
     groups_by_weight,
     parent_modules,
@@ -37,27 +33,21 @@ from torchtune.checkpoints._model_weights import (
     wrong_tensors,
 )
 from torchtune.checkpoints._save import TensorFile, TensorGroup, TensorSlice, aligned, spec_of, write_file
-from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, TextDecoderFiles, read_json
+from torchtune.checkpoints._small_files import add_pad_token, add_stop_tokens, config_of_model, save_tokenizer
+from torchtune.checkpoints._weight_files import SAFETENSORS_INDEX, CheckpointError, TextDecoderFiles
 from torchtune.models import (
     PEFT_PREFIX,
-    Description,
     Group,
     Identity,
-    ModelError,
-    ModelSpec,
     WeightMap,
     module_prefixes,
     rename_prefix,
-    text_config,
-    with_text_config,
 )
 from torchtune.modules.peft import has_adapters
-from torchtune.tokenizers import MISSING_TOKENIZER, SavableTokenizer
 from torchtune.training.parallel import LocalShard, Ranks, full_slices, full_tensor
-from torchtune.utils import get_logger, log_rank_zero, write_json
+from torchtune.utils import write_json
 
 MAX_SHARD_BYTES = 5 * 10**9
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Content = Literal["model", "adapter", "merged"]
 # Contents for one model, or for several by name.
@@ -222,9 +212,7 @@ class SaveView(ModelWeights):
         raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
 
     def tensor_group(self, group: Group, turn: int) -> TensorGroup:
-        """Return the external tensors of one group of a weight map, to write.
-
-        Computing them needs memory for one full tensor. If weights are merged or converted, it is a collective.
+        """Return the external tensors of one group of a weight map, to write; computed when their turn comes.
 
         Args:
             group: group of a weight map.
@@ -233,23 +221,31 @@ class SaveView(ModelWeights):
         # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
         specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
         shapes = [spec.shape for spec in specs]
-
-        def compute() -> list[TensorSlice]:
-            slices = []
-            for index, name in enumerate(group.tune):
-                shard = self.shard(name, turn)
-                if not shard.is_writer:
-                    continue
-                # A shard of a weight may lie in several external tensors, or in several slices of one.
-                for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
-                    data = external_slice.of(shard.data)
-                    start = tuple(dim.start for dim in external_slice.slices)
-                    external_name = group.external[external_slice.external]
-                    slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
-            return slices
-
         specs_by_name = dict(zip(group.external, specs, strict=True))
-        return TensorGroup(specs_by_name, compute, specs[0].itemsize)
+        return TensorGroup(specs_by_name, partial(self.slices_to_write, group, shapes, turn), specs[0].itemsize)
+
+    def slices_to_write(self, group: Group, shapes: Sequence[Sequence[int]], turn: int) -> list[TensorSlice]:
+        """Compute the slices of a group's external tensors that this rank contributes.
+
+        They need memory for one full tensor. If weights are merged or converted, it is a collective.
+
+        Args:
+            group: see :meth:`tensor_group`.
+            shapes: shapes of the group's external tensors.
+            turn: see :meth:`tensor_group`.
+        """
+        slices = []
+        for index, name in enumerate(group.tune):
+            shard = self.shard(name, turn)
+            if not shard.is_writer:
+                continue
+            # A shard of a weight may lie in several external tensors, or in several slices of one.
+            for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
+                data = external_slice.of(shard.data)
+                start = tuple(dim.start for dim in external_slice.slices)
+                external_name = group.external[external_slice.external]
+                slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
+        return slices
 
     def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
         """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
@@ -371,16 +367,6 @@ class Export:
             add_pad_token(tokenizer, folder)
 
 
-def write_extra_files(folder: Path, contents: Mapping[str, Any]) -> None:
-    """Write texts, and contents of JSON files, by path in a checkpoint's folder."""
-    for path, content in contents.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        if isinstance(content, str):
-            (folder / path).write_text(content, encoding="utf-8")
-        else:
-            write_json(folder / path, content)
-
-
 def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, folder: str) -> Export:
     """Describe the files of a model in a checkpoint; every rank computes its slices when the files are written.
 
@@ -478,7 +464,8 @@ def adapter_tensors(
     if prefixes or spec.builder is not None:  # peft looks for one tensor per expert in text models only
         weight_map = spec.weight_maps.get("hf_fused", weight_map)
         if prefixes:
-            weight_map = weight_map.prefixed(prefixes)
+            # The prefixes are of modules, which may have other names than the tensors in files.
+            weight_map = weight_map.prefixed(dict(weight_map.modules)).prefixed(prefixes)
         adapter_groups = groups_by_weight(weight_map.peft(), description)
     new_rows = {}  # parameter with rows of new tokens -> name in the file
     for external, name in token_tensors(view).items():
@@ -503,6 +490,7 @@ def adapter_tensors(
         settings.pop(key, None)
     settings |= fields
     settings["trainable_token_indices"] = token_indices(view)
+    # With "pissa" or "olora", peft subtracts the initial adapter from the base, too; True leaves the base unchanged.
     settings["init_lora_weights"] = getattr(view.model, "adapter_init", None) or True
     if view.trained_whole:
         trained_tensors, external_names, has_tied = _trained_tensors(view, weight_map)
@@ -576,217 +564,3 @@ def write_tensors(tensors: Iterable[TensorGroup], folder: Path, max_shard_bytes:
         write_file(file, folder)
     if index is not None:
         write_json(folder / SAFETENSORS_INDEX, index)
-
-
-def config_of_model(weights: ModelWeights, source_dir: Path, *, is_text_decoder: bool) -> dict:
-    """Return the contents of ``config.json``: the source's, updated where the model differs.
-
-    Args:
-        weights: weights of the model, which determines the description, the dtype and the vocabulary size.
-        source_dir: folder of the source.
-        is_text_decoder: whether the model is the text decoder of a multimodal source; the file then describes the
-            composite model.
-    """
-    spec, description = weights.spec_and_description
-    # The embedding of a composite model has a prefix.
-    name = next(name for name in weights.base if name.endswith("tok_embeddings.weight"))
-    embedding = weights.specs[name]  # [v, d]
-    config = config_of(spec, description, embedding.shape[0], embedding.dtype, source_dir)
-    if is_text_decoder:
-        return with_text_config(read_json(source_dir / "config.json"), config)
-    return config
-
-
-def config_of(
-    spec: ModelSpec, description: Description, vocab_size: int, dtype: torch.dtype, source_dir: Path | None
-) -> dict:
-    """Return the contents of a ``config.json``; see :func:`config_of_model`."""
-    description = replace(description, vocab_size=vocab_size)
-    is_composite = spec.builder is not None
-    config = {}
-    if source_dir is not None and (source_dir / "config.json").is_file():
-        config = text_config(read_json(source_dir / "config.json"), is_composite)
-    if not _describes(config, spec, description):
-        # Drop fields with two spellings, which could contradict each other.
-        for key in ("rope_parameters", "torch_dtype"):
-            config.pop(key, None)
-        longest = config.get("max_position_embeddings")
-        config.update(spec.to_hf_config(description))
-        if longest:  # the model may be built with a shorter one
-            config["max_position_embeddings"] = longest
-    config.pop("quantization_config", None)  # the export is not quantized
-    configs = [config]
-    if is_composite:
-        configs += [config["text_config"], config["vision_config"]]
-    else:
-        config["vocab_size"] = vocab_size
-    dtype_name = str(dtype).removeprefix("torch.")
-    if "torch_dtype" not in config:  # the spelling of older files
-        config["dtype"] = dtype_name
-    for config_with_dtype in configs:
-        for key in ("dtype", "torch_dtype"):
-            if key in config_with_dtype:
-                config_with_dtype[key] = dtype_name
-    return config
-
-
-def _describes(config: dict, spec: ModelSpec, description: Description) -> bool:
-    """Return whether a config describes this model, apart from context length and dropout."""
-    if not config:
-        return False
-    try:
-        described = spec.from_hf_config(config)
-    except ModelError:
-        return False
-    described = replace(
-        described,
-        vocab_size=description.vocab_size,
-        max_seq_len=description.max_seq_len,
-        attn_dropout=description.attn_dropout,
-    )
-    return described == description
-
-
-def check_savable_tokenizer(tokenizer: Any) -> None:
-    """Log a warning before a run if its tokenizer cannot write its files."""
-    with TemporaryDirectory() as folder:
-        reason = _write_tokenizer_files(tokenizer, Path(folder))
-    if reason is not None:
-        get_logger().warning(
-            f"tokenizer: {reason}, so checkpoints will hold no tokenizer: give it a method save_files(folder), which "
-            "writes tokenizer.json and tokenizer_config.json."
-        )
-
-
-def save_tokenizer(tokenizer: Any, folders: Sequence[Path], source: Path) -> None:
-    """Write the files of a tokenizer into folders of a checkpoint.
-
-    If it cannot write them, ``TOKENIZER_MISSING.md`` explains it in each folder: the source's tokenizer may differ.
-
-    Args:
-        tokenizer: tokenizer that trained.
-        folders: existing folders without tokenizer files.
-        source: folder of the base weights.
-    """
-    # Into a temporary folder first: a tokenizer that fails may have written some of its files.
-    with TemporaryDirectory(dir=folders[0]) as name:
-        temporary = Path(name)
-        reason = _write_tokenizer_files(tokenizer, temporary)
-        if reason is None:
-            files = [path.relative_to(temporary) for path in temporary.rglob("*") if path.is_file()]
-            for folder in folders:
-                for file in files:
-                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(temporary / file, folder / file)
-            return
-    get_logger().warning(f"The checkpoint holds no tokenizer, {MISSING_TOKENIZER} in it says more: {reason}.")
-    for folder in folders:
-        (folder / MISSING_TOKENIZER).write_text(
-            f"""This checkpoint holds no tokenizer: {reason}.
-
-The tokenizer files of {source} are not copied, because the model may have been trained with other tokens or another
-chat template. If they are those that trained, copy them here. For checkpoints with a tokenizer, give the class a
-method `save_files(folder)`, which writes `tokenizer.json` and `tokenizer_config.json`.
-""",
-            encoding="utf-8",
-        )
-
-
-def _write_tokenizer_files(tokenizer: Any, folder: Path) -> str | None:
-    """Write the tokenizer's files; return the reason if it cannot."""
-    name = f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}"
-    if not isinstance(tokenizer, SavableTokenizer):
-        return f"the tokenizer {name} has no method save_files"
-    try:
-        tokenizer.save_files(folder)
-    except OSError:
-        raise  # the disk is full or not writable
-    except Exception as error:  # noqa: BLE001 - code of a user's own must not cost a checkpoint
-        return f"the tokenizer {name} raised {type(error).__name__} in save_files ({error})"
-    return None
-
-
-def add_pad_token(tokenizer: Any, folder: Path) -> None:
-    """Set ``pad_token_id`` of a classifier's ``config.json``, and ``pad_token`` of its tokenizer, if they have none.
-
-    ``transformers`` reads the head at the last token that is no padding, and refuses batches of a model without a
-    padding token. An EOS token is none: a text may end with it, and would be read one token earlier. For a tokenizer
-    that pads with it, another special token is taken, one that no text ends with.
-
-    Args:
-        tokenizer: tokenizer that trained.
-        folder: folder of a model in a checkpoint, with its ``config.json``.
-    """
-    # Optional attributes: a tokenizer of a user's own may have none of them.
-    pad_id = getattr(tokenizer, "pad_id", None)
-    special_tokens = getattr(tokenizer, "special_tokens", {})
-    config = read_json(folder / "config.json")
-    if pad_id is None or config.get("pad_token_id") is not None:
-        return
-    if pad_id == getattr(tokenizer, "eos_id", None):
-        pad_id = _token_without_text(tokenizer, special_tokens)
-        if pad_id is None:
-            log_rank_zero(
-                get_logger(),
-                f"{folder}: config.json has no pad_token_id, because the tokenizer has no other special token than "
-                "those that end a text: transformers reads the classifier in batches of one text only.",
-                logging.WARNING,
-            )
-            return
-    write_json(folder / "config.json", {**config, "pad_token_id": pad_id})
-    pad_tokens = [text for text, token_id in special_tokens.items() if token_id == pad_id]
-    if not pad_tokens:
-        return
-    # The files of the tokenizer must agree with config.json.
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = folder / name
-        if not path.is_file():
-            continue
-        settings = read_json(path)
-        if settings and (name == "tokenizer_config.json" or "pad_token" in settings):
-            write_json(path, {**settings, "pad_token": pad_tokens[0]})
-
-
-def _token_without_text(tokenizer: Any, special_tokens: Mapping[str, int]) -> int | None:
-    """Return a special token that no text ends with: for padding, reserved, unknown or BOS; None if there is none."""
-    endings = {getattr(tokenizer, "eos_id", None), *getattr(tokenizer, "stop_tokens", ())}
-    candidates = {text: token_id for text, token_id in special_tokens.items() if token_id not in endings}
-    for word in ("pad", "reserved", "unused", "unk"):
-        for text, token_id in candidates.items():
-            if word in text.lower():
-                return token_id
-    bos_id = getattr(tokenizer, "bos_id", None)
-    if bos_id in candidates.values():
-        return bos_id
-    return None
-
-
-def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
-    """Add the tokens that end a turn to ``eos_token_id`` of the folder's ``generation_config.json``.
-
-    ``transformers`` and vLLM stop at any token of this list. A missing file is created with the token ids of
-    ``config.json``, from which ``transformers`` takes them otherwise.
-
-    Args:
-        tokenizer: tokenizer that trained.
-        folder: folder of a model in a checkpoint, with its ``config.json``.
-    """
-    path = folder / GENERATION_CONFIG
-    if path.is_file():
-        settings = read_json(path)
-    else:
-        config = read_json(folder / "config.json")
-        config.update(config.get("text_config", {}))
-        settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
-    published = settings.get("eos_token_id")
-    if published is None:
-        published = []
-    elif not isinstance(published, list):
-        published = [published]
-    # Optional attributes: a tokenizer of a user's own may have neither.
-    stop_tokens = getattr(tokenizer, "stop_tokens", ())
-    turn_ends = getattr(tokenizer, "turn_ends", ())
-    stops = list(dict.fromkeys([*published, *stop_tokens, *turn_ends]))  # once each
-    if stops and (stops != published or not path.is_file()):
-        settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-        write_json(path, settings)

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's single-file format, opened for reading: tensors, the model's sizes, and its tokenizer.
 
 The optional package ``gguf`` reads it. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are
-dequantized one at a time.
+dequantized one at a time. ``_quantize`` writes such files.
 """
 
 import json

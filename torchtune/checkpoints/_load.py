@@ -1,12 +1,11 @@
 """Load the weights of a model from its source: a folder, its files and its adapter."""
 
-import logging
-import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,14 @@ from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, init_fr
 from torchtune.checkpoints._directories import MARKER
 from torchtune.checkpoints._gguf import GGUFFile
 from torchtune.checkpoints._model_weights import (
-    CopySlice,
     ModelWeights,
-    UnreadWeights,
     check_shape,
     groups_by_weight,
     materialize,
     replaced_parameters,
-    spec_and_description,
+    set_parameter,
 )
+from torchtune.checkpoints._small_files import check_config, check_description, copy_small_files
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
     TextDecoderFiles,
@@ -53,8 +51,6 @@ from torchtune.models import (
     WeightMap,
     WeightMapError,
     get_spec,
-    spec_for_architecture,
-    text_config,
 )
 from torchtune.modules.embeddings import VocabularyGrowth, vocabulary_weights
 from torchtune.modules.peft import LoRALinear
@@ -64,24 +60,14 @@ from torchtune.training.parallel import full_tensor, my_shard
 from torchtune.utils import (
     get_logger,
     local_path,
-    log_once,
     log_rank_zero,
     refuse_path_of_other_user,
     sign_of_life,
     write_json,
 )
 
-GENERATION_CONFIG = "generation_config.json"
-# Files that are not copied from the source folder: weights, and files that an export writes itself.
-_LEFT_BEHIND = (".pt", ".pth", ".bin", ".safetensors", ".gguf", ".ckpt", ".index.json", ".distcp", ".h5", ".tmp")
-_WRITTEN_ANEW = ("config.json", "torchtune_config.yaml")
-_RUN_FOLDERS = ("epoch_", "step_", "recipe_state")
-_FOLDERS_OF_A_CHECKPOINT = ("state", "adapter", "logs", "__pycache__")
-_MAX_CARRIED_BYTES = 100 * 2**20
 # Bytes of each sample of a file for its fingerprint.
 _SAMPLE_BYTES = 2**20
-# Fields of a description that the shapes of tensors do not determine.
-_NOT_IN_SHAPES = ("rope_base", "rope_scaling", "norm_eps", "activation", "chunk")
 # The output layer, which a classifier does not take from a language model.
 _HEAD = "output.weight"
 _ADVICE = "check checkpoint_dir and checkpoint_files against the model in the run's config"
@@ -169,7 +155,7 @@ class ModelSource:
         self._enclosing: TextDecoderFiles | None = None
         self._is_enclosing_opened = False
         # Of weights that stay in their files until they are written.
-        self._readers: Mapping[str, CopySlice] = {}
+        self._readers: Mapping[str, WeightReader] = {}
 
     def open(self, model: nn.Module | None = None) -> WeightFiles:
         """Open the weight files; for a multimodal checkpoint, only the text decoder unless ``model`` is composite."""
@@ -212,6 +198,7 @@ class ModelSource:
         files = self.open(model)
         weights = ModelWeights(model)
         self.enclosing_checkpoint(model)  # opened now: the folder may be gone when the model is saved
+        # GGUF files have the tokenizer inside; one beside them comes first.
         if not (self.checkpoint_dir / "tokenizer.json").exists():
             self._tokenizer_files = files.tokenizer_files()
             self._token_ids = files.special_token_ids()
@@ -229,6 +216,7 @@ class ModelSource:
             add_new_tokens(model, adapter)
             weights = ModelWeights(model)  # with the parameters of new tokens
             load_adapter(weights, adapter, device, dtype)
+            # The file of an adapter also has the weights that were trained whole, such as a classifier's new head.
             return weights.parameters.keys() - new_weights.difference(weights.trained_whole)
         split_off = set()  # parameters of adapters that were split off the base weights
         for name in split_layers:
@@ -241,7 +229,7 @@ class ModelSource:
     read = load  # the name of earlier releases
 
     @property
-    def unread(self) -> UnreadWeights | None:
+    def unread(self) -> "UnreadWeights | None":
         """Weights that :meth:`load` has left in their files; None if it has read all."""
         return UnreadWeights(self._readers) if self._readers else None
 
@@ -328,25 +316,7 @@ class ModelSource:
             folder: folder of the export.
             tokenizer: whether to copy tokenizer and chat template.
         """
-        base = self.checkpoint_dir
-        is_model_folder = (base / "config.json").is_file()
-        other_models = []  # folders of the other models in a checkpoint of several
-        if (base / MARKER).exists():
-            other_models = [path.parent.name for path in base.glob("*/config.json")]
-        paths = base.rglob("*") if is_model_folder else base.glob("*")
-        for path in sorted(paths):
-            relative = path.relative_to(base)
-            target = folder / relative
-            if _is_left_behind(relative) or relative.parts[0] in other_models or target.exists():
-                continue
-            is_of_tokenizer = is_tokenizer_file(relative)
-            if is_of_tokenizer and not tokenizer:
-                continue
-            if not is_model_folder and not is_of_tokenizer and path.name != GENERATION_CONFIG:
-                continue
-            if path.is_file() and path.stat().st_size <= _MAX_CARRIED_BYTES:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
+        copy_small_files(self.checkpoint_dir, folder, tokenizer=tokenizer)
         for name, content in self._tokenizer_files.items():
             is_unwanted = not tokenizer and is_tokenizer_file(Path(name))
             if not is_unwanted and not (folder / name).exists():
@@ -416,20 +386,6 @@ def _file_fingerprint(path: Path) -> list[int]:
     return [size, crc]
 
 
-def _is_left_behind(relative: Path) -> bool:
-    """Return whether a file of the source is hidden, holds weights, belongs to a run, or is written by the export."""
-    name = relative.name
-    folder = relative.parts[0]
-    return (
-        any(part.startswith(".") for part in relative.parts)
-        or folder.startswith(_RUN_FOLDERS)
-        or (len(relative.parts) > 1 and folder in _FOLDERS_OF_A_CHECKPOINT)
-        or name.endswith(_LEFT_BEHIND)
-        or name.startswith(("adapter_config", "adapter_model", "adapter_conversions"))
-        or str(relative) in _WRITTEN_ANEW
-    )
-
-
 def detect_format(files: WeightFiles, spec: ModelSpec, description: Description) -> str:
     """Return the format of the tensor names: a key of ``spec.weight_maps``, or ``"tune"`` for this library's.
 
@@ -486,29 +442,125 @@ def load_base(
     """
     weights.split_layers = dict(split_layers or {})
     readers, new_weights = _base_readers(weights, files)
-    for name, copy_slice in readers.items():
-        weights.fill(name, copy_slice, device, dtype)  # reads the slice of this rank
+    for reader in readers.values():
+        load_weight(weights, reader, device, dtype)
         sign_of_life()
     return new_weights
 
 
-def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, CopySlice], set[str]]:
-    """Return the reader of each base weight of a model, in file order, and the names of new base weights.
+def load_weight(
+    weights: ModelWeights, reader: "WeightReader", device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Load this rank's shard of one weight from its files; see :func:`load_base`."""
+    slices, target = weights.allocate(reader.name, device, dtype)  # usually the shard of a parameter
+    if target.numel():  # the last ranks have no rows of a short weight
+        reader.read(slices, target)
+    weights.assign(reader.name, slices, target, device, dtype)
 
-    Only the slice of this rank is read, straight into its shard.
+
+@dataclass(frozen=True, eq=False)
+class WeightReader:
+    """Reads slices of one full weight from its files.
+
+    Attributes:
+        name: name of the weight.
+        group: group of the weight, with the names of its external tensors in the files.
+        shapes: shapes of the group's external tensors.
+        files: the files.
+    """
+
+    name: str
+    group: Group
+    shapes: Sequence[Sequence[int]]
+    files: WeightFiles
+
+    def read(self, slices: Slices, target: torch.Tensor) -> None:
+        """Read a slice of the weight into a tensor of its shape."""
+        self.group.read(self.name, slices, target, self.shapes, self.files.read)
+
+
+@dataclass(frozen=True, eq=False)
+class GrownWeightReader(WeightReader):
+    """Reader of a weight with rows of new tokens, which the files do not have.
+
+    Attributes:
+        growth: the new rows.
+        num_rows: number of rows of the full weight with them.
+    """
+
+    growth: VocabularyGrowth
+    num_rows: int
+
+    def read(self, slices: Slices, target: torch.Tensor) -> None:
+        """Read the old rows of a slice into a tensor of its shape, and compute its new rows from the old ones."""
+        rows, *columns = slices
+        first_new = self.growth.first_new
+        num_old = max(0, min(rows.stop, first_new) - rows.start)
+        if num_old:
+            old_rows = slice(rows.start, rows.start + num_old)
+            super().read((old_rows, *columns), target[:num_old])
+        if rows.stop <= first_new:
+            return
+
+        def read_rows(start: int, end: int) -> torch.Tensor:
+            values = target.new_empty((end - start, *target.shape[1:]))
+            WeightReader.read(self, (slice(start, end), *columns), values)
+            return values
+
+        # Every rank reads all old rows, because the new ones are means of them, and keeps those of its slice.
+        new_rows = self.growth.initial_rows(self.num_rows - first_new, read_rows)
+        first = rows.start + num_old - first_new
+        last = rows.stop - first_new
+        target[num_old:] = new_rows[first:last].to(target.dtype)
+
+
+class UnreadWeights:
+    """Base weights that stay in their files, and are in a model only while they are written.
+
+    Args:
+        readers: reader of each weight, by the name of the weight.
+    """
+
+    def __init__(self, readers: Mapping[str, WeightReader]) -> None:
+        self._readers = readers
+
+    @contextmanager
+    def present(self, weights: ModelWeights, names: Iterable[str]) -> Iterator[None]:
+        """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
+
+        Args:
+            weights: the model's weights; unread ones are on the meta device.
+            names: names of parameters and weights.
+        """
+        unread = [name for name in names if name in self._readers]
+        meta_parameters = {}
+        for name in unread:
+            for parameter_name in weights.storage_of(name):
+                meta_parameters[parameter_name] = weights.parameters[parameter_name]
+        try:
+            for name in unread:
+                load_weight(weights, self._readers[name], torch.device("cpu"))
+            yield
+        finally:
+            # The model has the parameters without values again, which frees the values.
+            for parameter_name, parameter in meta_parameters.items():
+                weights.parameters[parameter_name] = set_parameter(weights.model, parameter_name, parameter)
+
+
+def _base_readers(weights: ModelWeights, files: WeightFiles) -> tuple[dict[str, WeightReader], set[str]]:
+    """Return the reader of each base weight of a model, by name in file order, and the names of new base weights.
 
     Raises:
         CheckpointError: see :func:`load_base`.
     """
-    readers: dict[str, CopySlice] = {}
+    readers: dict[str, WeightReader] = {}
     for group, shapes in _groups_to_load(weights, files, compare_tied=True):
         for name in group.tune:
-            # Finds the slices of external tensors that hold a slice of the weight, and reads them.
-            copy_slice = partial(group.read, name, shapes=shapes, source=files.read)
             growth = _growth_of(weights, name)
-            if growth is not None:
-                copy_slice = partial(_copy_grown, growth, weights.specs[name].shape, copy_slice)
-            readers[name] = copy_slice
+            if growth is None:
+                readers[name] = WeightReader(name, group, shapes, files)
+            else:
+                readers[name] = GrownWeightReader(name, group, shapes, files, growth, weights.specs[name].shape[0])
     if _HEAD in weights.base and _HEAD not in readers:
         log_rank_zero(get_logger(), f"{files.location()} is of a language model: the classifier's output layer is new.")
         return readers, {_HEAD}
@@ -579,38 +631,6 @@ def _spec_without_new_rows(weights: ModelWeights, name: str) -> torch.Tensor:
     if growth is None:
         return spec
     return spec.new_empty((growth.rows_in_files, *spec.shape[1:]))
-
-
-def _copy_grown(
-    growth: VocabularyGrowth, shape: Sequence[int], copy_slice: CopySlice, slices: Slices, target: torch.Tensor
-) -> None:
-    """Copy a slice of a weight with rows of new tokens into a tensor.
-
-    Args:
-        growth: the new rows.
-        shape: shape of the full weight with them.
-        copy_slice: copies a slice of the weight in files.
-        slices: the slice of the full weight.
-        target: tensor with the shape of the slice.
-    """
-    rows, *columns = slices
-    num_old = max(0, min(rows.stop, growth.first_new) - rows.start)
-    if num_old:
-        old_rows = slice(rows.start, rows.start + num_old)
-        copy_slice((old_rows, *columns), target[:num_old])
-    if rows.stop <= growth.first_new:
-        return
-
-    def read_rows(start: int, end: int) -> torch.Tensor:
-        values = target.new_empty((end - start, *target.shape[1:]))
-        copy_slice((slice(start, end), *columns), values)
-        return values
-
-    # Every rank reads all old rows, because the new ones are means of them, and keeps those of its slice.
-    new_rows = growth.initial_rows(shape[0] - growth.first_new, read_rows)
-    first = rows.start + num_old - growth.first_new
-    last = rows.stop - growth.first_new
-    target[num_old:] = new_rows[first:last].to(target.dtype)
 
 
 def _groups_of_own_names(weights: ModelWeights, files: WeightFiles, description: Description) -> list[Group]:
@@ -697,69 +717,6 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
             )
 
 
-def check_config(model: nn.Module, config_file: Path) -> None:
-    """Check a checkpoint's ``config.json`` against the model, including fields that shapes do not determine.
-
-    Raises:
-        CheckpointError: the family has other weight names or another layout, or the numbers of heads differ.
-    """
-    if not config_file.is_file():
-        return
-    spec, _ = spec_and_description(model)
-    try:
-        is_composite = spec.builder is not None
-        config = text_config(read_json(config_file), images=is_composite)
-    except ModelError as error:
-        raise CheckpointError(f"{config_file}: {error}") from error
-    architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture is not None and architecture not in spec.architectures:
-        # Families that have the same weight map read each other's files; the config is then read as its own family's.
-        try:
-            config_spec = spec_for_architecture(architecture)
-        except ModelError:
-            config_spec = None
-        if config_spec is None or config_spec.weight_maps.get("hf") != spec.weight_maps.get("hf"):
-            raise CheckpointError(
-                f"{config_file}: the checkpoint is a {architecture}, the model in the run's config is of the family "
-                f"'{spec.name}' ({', '.join(spec.architectures)}): use a builder of the checkpoint's family."
-            )
-        spec = config_spec
-    try:
-        described = spec.from_hf_config(config)
-    except ModelError as error:
-        get_logger().warning(f"{config_file} is not compared with the model: {error}")
-        return
-    check_description(model, described, config_file)
-
-
-def check_description(model: nn.Module, described: Description, path: Path | str) -> None:
-    """Compare the fields of descriptions that shapes do not determine; log a warning if the model may differ.
-
-    Args:
-        model: the model of the run.
-        described: the model that the checkpoint describes.
-        path: file of the description, for messages.
-
-    Raises:
-        CheckpointError: the numbers of heads differ.
-    """
-    _, built = spec_and_description(model)
-    if (described.num_heads, described.num_kv_heads) != (built.num_heads, built.num_kv_heads):
-        raise CheckpointError(
-            f"{path}: the checkpoint has {described.num_heads} heads ({described.num_kv_heads} of keys and values), "
-            f"the model in the run's config {built.num_heads} ({built.num_kv_heads}): use the builder of this "
-            "checkpoint."
-        )
-    for name in _NOT_IN_SHAPES:
-        if getattr(described, name) != getattr(built, name):
-            log_once(
-                get_logger(),
-                f"{path} says {name} = {getattr(described, name)}, the model in the run's config is built with "
-                f"{getattr(built, name)}: the latter holds.",
-                level=logging.WARNING,
-            )
-
-
 def initialize_missing(model: nn.Module, loaded: set[str], device: torch.device, dtype: torch.dtype | None) -> None:
     """Initialize parameters that are not in the checkpoint with their modules' ``initialize_parameters()``.
 
@@ -810,6 +767,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
         module: module with ``initialize_parameters``.
         names: parameters to initialize.
     """
+    # Adapters such as DoRA's magnitude are computed from the weight of their layer, which is gathered for them.
     reads_base = getattr(module, "initialize_reads_base", True)
     sharded: dict[str, DTensor] = {}
     full: dict[str, torch.Tensor] = {}

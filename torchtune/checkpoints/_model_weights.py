@@ -5,7 +5,7 @@ The weight map of the model's family (:mod:`torchtune.models`) defines a weight'
 rest of PEFT's layout.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +24,6 @@ from torchtune.modules.conversion import (
 )
 from torchtune.modules.peft import LoRALinear, init_from_weight
 from torchtune.training.parallel import full_slices, full_tensor, my_shard
-
-# Copies a slice of a full weight into a tensor; a reader copies it from files.
-CopySlice = Callable[[Slices, torch.Tensor], None]
 
 
 def spec_and_description(model: nn.Module) -> tuple[ModelSpec, Description]:
@@ -67,10 +64,10 @@ def materialize(model: nn.Module, name: str, device: torch.device, dtype: torch.
     if not parameter.is_meta:
         return parameter
     data = torch.empty_like(parameter, dtype=dtype or parameter.dtype, device=device)  # of a DTensor, a shard
-    return _set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    return set_parameter(model, name, nn.Parameter(data, requires_grad=parameter.requires_grad))
 
 
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+def set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Put a parameter into the model under a dotted name, and return it."""
     path, _, leaf = name.rpartition(".")
     model.get_submodule(path).register_parameter(leaf, parameter)
@@ -82,12 +79,12 @@ def replaced_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -
     """Context manager that replaces parameters of the model by ``tensors``."""
     originals = {name: model.get_parameter(name) for name in tensors}
     for name, tensor in tensors.items():
-        _set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
+        set_parameter(model, name, nn.Parameter(tensor, requires_grad=False))
     try:
         yield
     finally:
         for name, parameter in originals.items():
-            _set_parameter(model, name, parameter)
+            set_parameter(model, name, parameter)
 
 
 def parent_modules(path: str) -> list[str]:
@@ -130,7 +127,7 @@ class ModelWeights:
             parameters.
         storage: names of the parameters that store the weights in :attr:`stored_weights`.
         base: names of the base weights.
-        split_layers: adapted layers with weights that :meth:`fill` splits into the initial adapter and the remainder,
+        split_layers: adapted layers with weights that :meth:`assign` splits into the initial adapter and the remainder,
             by name of the weight.
     """
 
@@ -334,35 +331,57 @@ class ModelWeights:
             "replace a layer by one of a subclass instead of wrapping it."
         )
 
-    def load(
-        self, name: str, value: torch.Tensor, path: Path, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
-        """Copy this rank's shard of ``value`` into a parameter; one on the meta device is materialized on ``device``.
-
-        Raises:
-            CheckpointError: the shapes differ; ``path`` names the file.
-        """
-        check_shape(path, name, value.shape, self.parameters[name].shape)
-        slices, local = self._local_shard(name, device, dtype)
-        local.copy_(value[slices])
-
-    def _local_shard(
+    def allocate(
         self, name: str, device: torch.device, dtype: torch.dtype | None = None
     ) -> tuple[Slices, torch.Tensor]:
-        """Materialize a parameter; return this rank's slice of it, and the values of the slice."""
-        self.parameters[name] = materialize(self.model, name, device, dtype)
-        return my_shard(self.parameters[name])
+        """Return the slice of a full weight that this rank needs, and the tensor to read it into.
 
-    def fill(self, name: str, copy_slice: CopySlice, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Fill this rank's shard of a full weight, in the parameters that store it.
+        For most weights, that tensor is this rank's shard of the parameter. For a weight that a conversion stores in
+        other parameters, it is a temporary one, from which :meth:`assign` computes them.
 
         Args:
             name: name of the full weight.
-            copy_slice: copies a slice of the full weight into a tensor; called at most once, for the slice of this
-                rank.
             device: device for parameters on the meta device.
             dtype: dtype for parameters on the meta device, unless a conversion stores the weight in other parameters;
                 unchanged by default.
+        """
+        if name in self.split_layers:  # the initial adapter is computed from the full weight
+            spec = self.specs[name]
+            return full_slices(spec.shape), torch.empty_like(spec, dtype=dtype, device=device)
+        if name not in self.stored_weights:
+            return self._local_shard(name, device, dtype)
+        _, stored_weight = self.stored_weights[name]
+        rows = slice(0, stored_weight.shape[0])  # of a conversion that needs the full weight
+        if stored_weight.by_rows:
+            # From the first row to the last that any of the parameters needs.
+            row_slices = []
+            for parameter_name in stored_weight.names:
+                slices, _ = self._local_shard(parameter_name, device)
+                row_slices.append(slices[0])
+            start = min(row_slice.start for row_slice in row_slices)
+            stop = max(row_slice.stop for row_slice in row_slices)
+            rows = slice(start, stop)
+        columns = stored_weight.shape[1:]
+        num_rows = rows.stop - rows.start
+        weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
+        return (rows, *full_slices(columns)), weight
+
+    def assign(
+        self,
+        name: str,
+        slices: Slices,
+        values: torch.Tensor,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Assign the values that were read into the tensor of :meth:`allocate` to the parameters that store them.
+
+        Args:
+            name: see :meth:`allocate`.
+            slices: the slice from :meth:`allocate`.
+            values: the tensor from :meth:`allocate`, with the values of the slice.
+            device: see :meth:`allocate`.
+            dtype: see :meth:`allocate`.
 
         Raises:
             ConversionError: ``from_full`` returns tensors that do not fit the parameters.
@@ -371,46 +390,48 @@ class ModelWeights:
             # The adapter gets its initial value, computed from the full weight, and the weight the remainder.
             layer = self.split_layers.pop(name)
             path = name.rpartition(".")[0]
-            weight = torch.empty_like(self.specs[name], dtype=dtype, device=device)
-            copy_slice(full_slices(weight.shape), weight)
-            remainder, lora_a, lora_b = init_from_weight(weight.float(), layer.start, layer.rank, layer.scaling)
+            remainder, lora_a, lora_b = init_from_weight(values.float(), layer.start, layer.rank, layer.scaling)
             self.put(name, remainder, device, dtype)
             self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
             self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
-        elif name in self.stored_weights:
-            self._fill_stored(name, copy_slice, device)
-        else:
-            slices, local = self._local_shard(name, device, dtype)
-            if local.numel():
-                copy_slice(slices, local)
+        elif name in self.stored_weights and values.numel():
+            self._assign_stored(name, slices[0], values, device)
+        # Any other parameter is complete: its shard was the tensor to read into.
 
-    def _fill_stored(self, name: str, copy_slice: CopySlice, device: torch.device) -> None:
-        """Read the rows of a full weight that this rank needs, convert them, and keep this rank's shards."""
+    def _assign_stored(self, name: str, rows: slice, values: torch.Tensor, device: torch.device) -> None:
+        """Convert rows of a full weight to the tensors that store it, and keep this rank's shards of them."""
         _, stored_weight = self.stored_weights[name]
-        shards = {parameter: self._local_shard(parameter, device) for parameter in stored_weight.names}
-        rows = slice(0, stored_weight.shape[0])
-        if stored_weight.by_rows:
-            # From the first row to the last that any of the parameters needs.
-            row_slices = [slices[0] for slices, _ in shards.values()]
-            start = min(row_slice.start for row_slice in row_slices)
-            stop = max(row_slice.stop for row_slice in row_slices)
-            rows = slice(start, stop)
-        if rows.start == rows.stop:
-            return
-        columns = stored_weight.shape[1:]
-        num_rows = rows.stop - rows.start
-        weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
-        copy_slice((rows, *full_slices(columns)), weight)
-        for parameter, tensor in self._from_full(name, weight).items():
-            slices, local = shards[parameter]
+        for parameter_name, tensor in self._from_full(name, values).items():
+            slices, shard = self._local_shard(parameter_name, device)
             if stored_weight.by_rows:  # the converted tensor begins with the first row that was read
-                own_rows, *own_columns = slices
-                slices = (slice(own_rows.start - rows.start, own_rows.stop - rows.start), *own_columns)
-            local.copy_(tensor[slices])
+                shard_rows, *columns = slices
+                slices = (slice(shard_rows.start - rows.start, shard_rows.stop - rows.start), *columns)
+            shard.copy_(tensor[slices])
+
+    def _local_shard(
+        self, name: str, device: torch.device, dtype: torch.dtype | None = None
+    ) -> tuple[Slices, torch.Tensor]:
+        """Materialize a parameter; return this rank's slice of it, and the values of the slice."""
+        self.parameters[name] = materialize(self.model, name, device, dtype)
+        return my_shard(self.parameters[name])
 
     def put(self, name: str, value: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        """Copy this rank's shard of ``value``, a full weight, into the model; see :meth:`fill`."""
-        self.fill(name, lambda slices, target: target.copy_(value[slices]), device, dtype)
+        """Copy this rank's slice of ``value``, a full weight, into the model; see :meth:`allocate`."""
+        slices, target = self.allocate(name, device, dtype)
+        target.copy_(value[slices])
+        self.assign(name, slices, target, device, dtype)
+
+    def load_value(
+        self, name: str, value: torch.Tensor, path: Path, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        """Copy this rank's shard of ``value`` into a parameter; one on the meta device is materialized on ``device``.
+
+        Raises:
+            CheckpointError: the shapes differ; ``path`` names the file.
+        """
+        check_shape(path, name, value.shape, self.parameters[name].shape)
+        slices, shard = self._local_shard(name, device, dtype)
+        shard.copy_(value[slices])
 
     def equals(self, name: str, value: torch.Tensor) -> bool:
         """Return whether this rank's shard equals its shard of the full weight ``value``, as it is stored.
@@ -418,7 +439,7 @@ class ModelWeights:
         Rows of new tokens, which are trained in another parameter, are not compared.
         """
         num_rows = value.shape[0]
-        if name in self.new_rows:
+        if name in self.new_rows:  # the last rows
             _, token_ids = self.new_rows[name]
             num_rows -= len(token_ids)
         tensors = {name: value}
@@ -481,39 +502,6 @@ class ModelWeights:
                 f"the weight is stored as {describe_tensors(expected)}",
             )
         return tensors
-
-
-class UnreadWeights:
-    """Base weights that stay in their files, and are in a model only while they are written.
-
-    Args:
-        readers: reader of each weight, by the name of the weight.
-    """
-
-    def __init__(self, readers: Mapping[str, CopySlice]) -> None:
-        self._readers = readers
-
-    @contextmanager
-    def present(self, weights: ModelWeights, names: Iterable[str]) -> Iterator[None]:
-        """Context manager that reads the unread weights among ``names`` into host memory, and frees them afterwards.
-
-        Args:
-            weights: the model's weights; unread ones are on the meta device.
-            names: names of parameters and weights.
-        """
-        unread = [name for name in names if name in self._readers]
-        meta_parameters = {}
-        for name in unread:
-            for parameter_name in weights.storage_of(name):
-                meta_parameters[parameter_name] = weights.parameters[parameter_name]
-        try:
-            for name in unread:
-                weights.fill(name, self._readers[name], torch.device("cpu"))
-            yield
-        finally:
-            # The model has the parameters without values again, which frees the values.
-            for parameter_name, parameter in meta_parameters.items():
-                weights.parameters[parameter_name] = _set_parameter(weights.model, parameter_name, parameter)
 
 
 def wrong_tensors(conversion: Conversion, call: str, returned: str, expected: str) -> ConversionError:

@@ -1,4 +1,4 @@
-"""Resume points, and the comparison of a resuming run with its checkpoint: its models and its settings."""
+"""Resume points: the search for one, and the comparison of a resuming run with its checkpoint: models and settings."""
 
 import json
 import logging
@@ -6,9 +6,10 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import yaml
 
 from torchtune import config
-from torchtune.checkpoints._bucket import RemoteCheckpoint
+from torchtune.checkpoints._bucket import Bucket, DamagedUploadError, RemoteCheckpoint
 from torchtune.checkpoints._directories import (
     MARKER,
     MODELS,
     STATE_DIR,
     complete_directories,
+    damaged_files,
+    marked_files,
     named_directories,
     read_marker,
 )
@@ -29,7 +32,7 @@ from torchtune.checkpoints._load import ModelSource
 from torchtune.checkpoints._state import damage_named, load_progress
 from torchtune.checkpoints._weight_files import CheckpointError
 from torchtune.training.parallel import Ranks
-from torchtune.utils import clear_leftovers, get_logger, log_rank_zero, write_json
+from torchtune.utils import FolderLock, clear_leftovers, get_logger, log_rank_zero, write_json
 
 # Temporary folders that atomic_directory and prune leave behind in a killed process.
 _LEFTOVER = re.compile(r"^\.((?:epoch|step)_\d+)\..*\.tmp$")
@@ -468,3 +471,131 @@ def log_damage_or_raise(path: Path, faults: list[str], older: list[Path], settin
         f"{damage}: the run goes on from the checkpoint before, {older[0].name}, if that is whole, and repeats what "
         "was trained since."
     )
+
+
+class CheckpointSearch:
+    """Search for the checkpoint that a run resumes from, in its output folder and its bucket. All ranks call it.
+
+    Args:
+        output_dir: folder of the run.
+        lock: lock of the folder, which rank 0 holds during a search.
+        ranks: all ranks.
+        bucket: bucket of the run, which only rank 0 uses; None without one.
+
+    Attributes:
+        in_bucket: complete checkpoints in the bucket, on rank 0 after :meth:`open_bucket`.
+    """
+
+    def __init__(self, output_dir: Path, lock: FolderLock, ranks: Ranks, bucket: Bucket | None) -> None:
+        self._output_dir = output_dir
+        self._lock = lock
+        self._ranks = ranks
+        self._bucket = bucket
+        self.in_bucket: list[RemoteCheckpoint] = []
+
+    def open_bucket(self, *, resume: bool) -> None:
+        """Check that the bucket can be written to, and that nothing is overwritten; on rank 0."""
+        self.in_bucket = self._bucket.complete()
+        if self.in_bucket and not resume:
+            raise CheckpointError(
+                f"checkpointer.upload: {self._bucket} already holds a run ({self.in_bucket[-1].name}): "
+                "set resume_from_checkpoint=True to go on with it, or choose another folder."
+            )
+        self._bucket.claim()  # after the check, so that a start by mistake does not stop a run
+
+    @contextmanager
+    def newest_undamaged(self) -> Iterator[Path | None]:
+        """Context manager with the newest complete and undamaged checkpoint, downloaded if only the bucket has it.
+
+        The output folder stays locked in the block. It is None if the run starts from the beginning.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or the run in the bucket is finished.
+            UserError: another run has locked the folder.
+        """
+        with ExitStack() as stack:
+
+            def begin() -> list[Candidate]:
+                if self._output_dir.is_dir():
+                    stack.enter_context(self._lock.held())
+                local = resume_candidates(self._output_dir, is_only_place=not self.in_bucket)
+                return with_bucket(local, self.in_bucket, self._output_dir)
+
+            # Rank 0 alone lists the folder, so that all ranks try the same checkpoints in the same order.
+            candidates = self._ranks.run_on_rank_0(begin)
+            for number, candidate in enumerate(candidates):
+                faults = self._find_faults(candidate)
+                if not faults:
+                    yield candidate.path
+                    return
+                older = [older_candidate.path for older_candidate in candidates[number + 1 :]]
+                setting = "output_dir" if candidate.is_local else "checkpointer.upload"
+                self._ranks.run_on_rank_0(partial(log_damage_or_raise, candidate.path, faults, older, setting))
+            yield None
+
+    def _find_faults(self, candidate: Candidate) -> list[str]:
+        """Return a phrase for each fault of a checkpoint; one that is missing or damaged here is downloaded."""
+        path = candidate.path
+        if not candidate.is_local:
+            faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
+            if faults:
+                return faults
+            self._check_same_marker(path)
+            return self._find_damage(path)
+        faults = self._find_damage(path)
+        if faults and candidate.remote is not None:
+            text = f"output_dir: {faults[0]}: {path.name} is downloaded again from {self._bucket}."
+            self._ranks.run_on_rank_0(partial(get_logger().error, text))
+            faults = self._ranks.run_on_rank_0(partial(self._download_faults, candidate))
+        return faults
+
+    def _download_faults(self, candidate: Candidate) -> list[str]:
+        """Download a checkpoint of the bucket, with the best one so far; return a phrase for its damage; on rank 0.
+
+        The list is empty if the checkpoint is whole.
+        """
+        remote = candidate.remote
+        self.check_not_finished(remote)
+        try:
+            self._bucket.download(remote, candidate.path.parent)
+        except DamagedUploadError as error:
+            return [str(error)]
+        by_name = {checkpoint.name: checkpoint for checkpoint in self.in_bucket}
+        self._bucket.download_best(by_name, candidate.path.parent)
+        return []
+
+    def _check_same_marker(self, path: Path) -> None:
+        """Raise ``CheckpointError`` unless all ranks see the checkpoint that rank 0 has downloaded."""
+        marker = None
+        with self._ranks.raise_on_all():
+            if (path / MARKER).is_file():
+                marker = (path / MARKER).read_bytes()
+        markers = self._ranks.gather(marker)
+        for rank, marker_of_rank in enumerate(markers):
+            if marker_of_rank != markers[0]:
+                seen = "another" if marker_of_rank else "none"
+                raise CheckpointError(
+                    f"The ranks disagree about the newest checkpoint of {self._bucket}: rank 0 has downloaded "
+                    f"{path.name} into {path.parent}, and rank {rank} sees {seen} there: give all machines the same "
+                    "output_dir."
+                )
+
+    def _find_damage(self, path: Path) -> list[str]:
+        """Return a phrase for each missing or changed file that a resume needs; each rank verifies some of them."""
+        faults: list[str] = []
+        with self._ranks.raise_on_all():
+            files = marked_files(path, everything=False)
+            own_files = files[self._ranks.rank :: self._ranks.size]
+            faults = damaged_files(path, own_files)
+        all_faults = []
+        for faults_of_rank in self._ranks.gather(faults):
+            all_faults += faults_of_rank
+        return all_faults
+
+    def check_not_finished(self, remote: RemoteCheckpoint) -> None:
+        """Raise ``CheckpointError`` if a checkpoint of the bucket has no training state."""
+        if not remote.resumable:
+            raise CheckpointError(
+                f"checkpointer.upload: the run in {self._bucket} is finished ({remote.name}), there is nothing to "
+                "resume: start a new run from those weights, in another folder."
+            )

@@ -255,7 +255,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     write_file(TensorFile(path.name, groups), path.parent)
 
 
-def check_finite(name: str, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
     """Check before a save that no trained weight is NaN or infinite. A collective.
 
     Steps with such a loss or gradient are skipped, but an optimizer may compute such weights from finite gradients, for

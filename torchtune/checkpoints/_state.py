@@ -201,11 +201,10 @@ def _shard_to_write(state_tensor: _StateTensor, parameter: torch.Tensor | None, 
     if parameter is None:
         tensor = state_tensor.tensor.clone()  # the run may change it while the save writes
     else:
-        tensor = reduce_partial(
-            state_tensor.tensor
-        )  # not cloned: only the next step changes it, and waits until it is copied
+        # Not cloned: only the next step of the optimizer changes it, and waits until it is copied.
+        tensor = reduce_partial(state_tensor.tensor)
     if parameter is None or tensor.nbytes <= _SMALL:
-        turn = 0
+        turn = 0  # rank 0 writes it, so that a resume finds the many small tensors in one file
     shard = LocalShard.of(tensor, ranks, turn, parameter)
     node = state_tensor.node
     node["shape"] = list(shard.spec.shape)
@@ -534,7 +533,7 @@ def _check_optimizer_kind(key: str, value: Any, saved: Any, folder: Path) -> Non
     for group, saved_group in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
         # If only one side has additional settings, the release is another; if both have some, the optimizer is.
         only_here = sorted(group.keys() - saved_group.keys())
-        only_saved = sorted(saved_group.keys() - group.keys() - {"initial_lr"})
+        only_saved = sorted(saved_group.keys() - group.keys() - {"initial_lr"})  # set by a learning rate scheduler
         if only_here and only_saved:
             raise CheckpointError(
                 f"{folder}: its '{key}' is of another optimizer, which has {', '.join(only_saved)} where this run's "

@@ -53,12 +53,12 @@ _REOPEN_BYTES = 16 * 2**20
 _NO_PREFIX = {"": ""}
 
 # Suffixes of the stored tensors of a weight X.
-_SCALE_INV = "_scale_inv"
+_FLOAT8_SCALE = "_scale_inv"
 SCALE = "_scale"
 PACKED = "_packed"
 SHAPE = "_shape"
-_BLOCKS = "_blocks"
-_SCALES = "_scales"
+_MXFP4_BLOCKS = "_blocks"
+_MXFP4_SCALES = "_scales"
 # Unsupported tensors that change the meaning of values and scales: zero points, column orders, second scales.
 _UNSUPPORTED = ("_zero_point", "_g_idx", "_global_scale")
 _INTEGERS = (torch.int32, torch.int64)
@@ -85,15 +85,13 @@ _ELEMENTS_AT_ONCE = 2**22
 # Elements of MXFP4 that share a scale, and the values of E2M1.
 _MXFP4_GROUP = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
 # Suffixes of tensors for kernels that multiply quantized activations or read quantized KV caches.
 _ACTIVATIONS: tuple[str, ...] = ("activation_scale", "input_scale")
 for _activation in ("input", "output", "q", "k", "v"):
     _ACTIVATIONS += tuple(f".{_activation}{suffix}" for suffix in (SCALE, *_UNSUPPORTED, "_scale_ub"))
 
 # Rows and columns of the blocks that share a scale.
-BlockSize = tuple[int, int]
+_BlockSize = tuple[int, int]
 
 
 class CheckpointError(UserError, ValueError):
@@ -334,11 +332,11 @@ class ScaledFiles(_QuantizedFiles):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths)
-        self._is_float8 = any(name.endswith(_SCALE_INV) for name in self._paths)
+        self._is_float8 = any(name.endswith(_FLOAT8_SCALE) for name in self._paths)
         self._block = _read_block_size(paths[0].parent / "config.json")
         if self._is_float8:
-            self._scale = _SCALE_INV
-            weight_scale = _SCALE_INV
+            self._scale = _FLOAT8_SCALE
+            weight_scale = _FLOAT8_SCALE
             if self._block is None:
                 self._block = (128, 128)
         else:
@@ -429,14 +427,14 @@ class ScaledFiles(_QuantizedFiles):
             f"a weight of shape {list(shape)}, which cannot be read: {_ADVICE}."
         )
 
-    def _read_scale(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, BlockSize]:
+    def _read_scale(self, name: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, _BlockSize]:
         """Read the scales ``[…, blocks of rows, blocks of columns]`` of a weight; return them and the block size."""
         scale = super().read(name + self._scale)
         if scale.dtype.is_floating_point and len(shape) > 1:
             *matrices, rows, columns = shape
             # The scales as [matrices …, blocks of rows, blocks of columns], and the block sizes that they may have.
             blocks = scale
-            possible_sizes: list[BlockSize | None] = []
+            possible_sizes: list[_BlockSize | None] = []
             if scale.numel() == math.prod(matrices):  # one scale per matrix
                 blocks = scale.view(*matrices, 1, 1)
                 possible_sizes = [(rows, columns)]
@@ -463,7 +461,7 @@ class ScaledFiles(_QuantizedFiles):
         )
 
 
-def _read_block_size(config: Path) -> BlockSize | None:
+def _read_block_size(config: Path) -> _BlockSize | None:
     """Return rows and columns of the blocks that share a scale, if there are any.
 
     Raises:
@@ -524,18 +522,20 @@ class Mxfp4Files(_QuantizedFiles):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths)
-        packed = [name for name in self._paths if name.endswith(_BLOCKS) and ".experts." in name]
-        weights = [name.removesuffix(_BLOCKS) for name in packed]
-        self._join(weights, (_BLOCKS, _SCALES))
+        packed = [name for name in self._paths if name.endswith(_MXFP4_BLOCKS) and ".experts." in name]
+        weights = [name.removesuffix(_MXFP4_BLOCKS) for name in packed]
+        self._join(weights, (_MXFP4_BLOCKS, _MXFP4_SCALES))
         for name in weights:
-            if name + _SCALES not in self._paths:
-                raise CheckpointError(f"{self.path_of(name)} holds '{name}{_BLOCKS}', but no file '{name}{_SCALES}'.")
+            if name + _MXFP4_SCALES not in self._paths:
+                raise CheckpointError(
+                    f"{self.path_of(name)} holds '{name}{_MXFP4_BLOCKS}', but no file '{name}{_MXFP4_SCALES}'."
+                )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        if name + _BLOCKS not in self._weight_of:
+        if name + _MXFP4_BLOCKS not in self._weight_of:
             return super().shape(name)
-        blocks = super().shape(name + _BLOCKS)
+        blocks = super().shape(name + _MXFP4_BLOCKS)
         if len(blocks) != 4 or blocks[-1] != _MXFP4_GROUP // 2:
             raise self._wrong_shapes(name)
         experts, out, groups, _ = blocks
@@ -543,11 +543,11 @@ class Mxfp4Files(_QuantizedFiles):
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it; of MXFP4 weights, only the groups of the slice are read, expert by expert."""
-        if name + _BLOCKS not in self._weight_of:
+        if name + _MXFP4_BLOCKS not in self._weight_of:
             return super().read(name, slices)
         shape = self.shape(name)
-        *groups_of_blocks, _ = super().shape(name + _BLOCKS)
-        if tuple(groups_of_blocks) != super().shape(name + _SCALES):
+        *groups_of_blocks, _ = super().shape(name + _MXFP4_BLOCKS)
+        if tuple(groups_of_blocks) != super().shape(name + _MXFP4_SCALES):
             raise self._wrong_shapes(name)
         if slices is None:
             slices = full_slices(shape)
@@ -559,8 +559,8 @@ class Mxfp4Files(_QuantizedFiles):
         weight = torch.empty(sizes, dtype=torch.bfloat16)
         for index, expert in enumerate(range(experts.start, experts.stop)):
             expert_slice = slice(expert, expert + 1)
-            blocks = super().read(name + _BLOCKS, (expert_slice, columns, groups, slice(0, _MXFP4_GROUP // 2)))
-            scales = super().read(name + _SCALES, (expert_slice, columns, groups))
+            blocks = super().read(name + _MXFP4_BLOCKS, (expert_slice, columns, groups, slice(0, _MXFP4_GROUP // 2)))
+            scales = super().read(name + _MXFP4_SCALES, (expert_slice, columns, groups))
             if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
                 raise self._wrong_shapes(name)
             values = dequantize_mxfp4(blocks[0], scales[0])  # [out, elements of the groups]
@@ -568,11 +568,11 @@ class Mxfp4Files(_QuantizedFiles):
         return weight
 
     def _wrong_shapes(self, name: str) -> CheckpointError:
-        blocks = self._file(name + _BLOCKS).get_slice(name + _BLOCKS)
-        scales = self._file(name + _SCALES).get_slice(name + _SCALES)
+        blocks = self._file(name + _MXFP4_BLOCKS).get_slice(name + _MXFP4_BLOCKS)
+        scales = self._file(name + _MXFP4_SCALES).get_slice(name + _MXFP4_SCALES)
         return CheckpointError(
-            f"{self.path_of(name)}: '{name}{_BLOCKS}' {blocks.get_shape()} of {blocks.get_dtype()} and "
-            f"'{name}{_SCALES}' {scales.get_shape()} of {scales.get_dtype()} are not [experts, out, groups, "
+            f"{self.path_of(name)}: '{name}{_MXFP4_BLOCKS}' {blocks.get_shape()} of {blocks.get_dtype()} and "
+            f"'{name}{_MXFP4_SCALES}' {scales.get_shape()} of {scales.get_dtype()} are not [experts, out, groups, "
             f"{_MXFP4_GROUP // 2}] and [experts, out, groups] of U8: download the file again."
         )
 
@@ -663,11 +663,11 @@ def _open_format(paths: Sequence[Path]) -> WeightFiles:
     if suffixes == {".safetensors"}:
         files = SafetensorsFiles(paths)
         names = files.names()
-        if any(".experts." in name and name.endswith(_BLOCKS) for name in names):
-            return Mxfp4Files(paths)
-        if any(name.endswith((_SCALE_INV, f".weight{SCALE}")) for name in names):
-            return ScaledFiles(paths)
-        return files
+        has_blocks = any(".experts." in name and name.endswith(_MXFP4_BLOCKS) for name in names)
+        has_scales = any(name.endswith((_FLOAT8_SCALE, f".weight{SCALE}")) for name in names)
+        if not has_blocks and not has_scales:
+            return files
+        return Mxfp4Files(paths) if has_blocks else ScaledFiles(paths)
     if suffixes <= set(TORCH_SUFFIXES):
         return TorchFiles(paths)
     raise CheckpointError(

@@ -351,7 +351,7 @@ def load_from_full_model_state_dict(
     weights = ModelWeights(model)
     for name in names:
         if name in full_sd:
-            weights.load(name, full_sd[name], _DICT, target)
+            weights.load_value(name, full_sd[name], _DICT, target)
             if release_sd:
                 full_sd[name] = None
     return _IncompatibleKeys(missing, unexpected)

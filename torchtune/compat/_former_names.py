@@ -243,8 +243,12 @@ NAMES = {
         "torchtune.modules.peft.peft_utils", "torchtune.compat", "load_dora_magnitudes validate_state_dict_for_lora"
     ),
     **_names("torchtune.modules.peft._utils", "torchtune.compat", "load_dora_magnitudes"),
-    **_names("torchtune.modules.tokenizers._tiktoken", "torchtune.tokenizers._tiktoken", _TIKTOKEN_LIMITS),
-    **_names("torchtune.modules.transforms.tokenizers._tiktoken", "torchtune.tokenizers._tiktoken", _TIKTOKEN_LIMITS),
+    **_names("torchtune.modules.tokenizers._tiktoken", "torchtune.tokenizers._byte_pair_encoding", _TIKTOKEN_LIMITS),
+    **_names(
+        "torchtune.modules.transforms.tokenizers._tiktoken",
+        "torchtune.tokenizers._byte_pair_encoding",
+        _TIKTOKEN_LIMITS,
+    ),
     **_names("torchtune.training.checkpointing._utils", "torchtune.compat", _CHECKPOINT_HELPERS),
     **_names("torchtune.training.checkpointing._utils", "torchtune.checkpoints", "get_largest_iter_folder"),
     **_names("torchtune.training.checkpointing._utils", "torchtune.checkpoints", "safe_torch_load"),

@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from torchtune._lazy import former_argument
 from torchtune.config._components import Accepts, Argument, accepts, as_written, locate, qualify, remaining
-from torchtune.config._document import UNRESOLVED, Document, format_value, is_component, iter_items
+from torchtune.config._document import Document, format_value, is_component, iter_items
 from torchtune.config._errors import (
     MAX_MISTAKES,
+    MISSPELT,
+    MISSPELT_ARGUMENT,
     InstantiationError,
     KeyPath,
     did_you_mean,
@@ -21,7 +23,7 @@ from torchtune.config._errors import (
     split_key,
     suggestion,
 )
-from torchtune.config._recipe_check import is_note
+from torchtune.config._references import UNRESOLVED
 from torchtune.config._settings import (
     PLAIN_TYPES,
     Component,
@@ -282,13 +284,14 @@ class Checker:
             return {}
         bound = dict(zip(signature.order, runtime_args.positional, strict=False))
         superfluous = runtime_args.positional[len(signature.order) :]
-        if superfluous and not signature.variadic and not signature.open:
+        # Without *args they have no parameter, whatever names **kwargs take.
+        if superfluous and not signature.variadic:
             extra = ", ".join(superfluous)
             self.document.add_mistake(path, f"{name} takes no argument for the {extra} that the recipe hands over")
         for keyword in runtime_args.keywords:
             if keyword in signature.named:
                 bound[keyword] = keyword
-            elif not signature.open and not signature.ignores_unknown:
+            elif not signature.takes_any_name and not signature.has_kwargs:
                 self.document.add_mistake(path, f"{name} takes no argument '{keyword}', which the recipe hands over")
         for key, argument in signature.named.items():
             if argument.required and key not in bound and key not in yaml_keys:
@@ -316,7 +319,7 @@ class Checker:
             elif key in bound:
                 reason = f"is where {name} gets the {bound[key]} of the recipe: let it take that first, or remove this"
                 self.document.add_mistake(argument_path, reason)
-            elif key not in signature.named and not signature.open:
+            elif key not in signature.named and not signature.takes_any_name:
                 self.unknown.append((argument_path, list(signature.named), f"{name} takes no argument '{key}'"))
                 self.visit_components(argument_path, value)
             else:
@@ -388,6 +391,28 @@ class Checker:
                 self.document.add_mistake(path, reason, at=path[:-1])
 
 
+def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
+    """Return whether a top-level key that nothing reads is a note of the user's own, and not a mistake.
+
+    Configs hold names of runs, comments and paths besides settings. A key on the command line is typed to have an
+    effect. A number or a switch is rarely a note: it is a mistake if its name resembles a setting's (``num_epochs``)
+    or is an argument's (``lr``). Any other value is a mistake only if its name is a setting's with a wrong letter or
+    two (``ouput_dir``, but neither ``model_dir`` nor ``checkpoint_dir``, which is an argument's).
+
+    Args:
+        document: the config.
+        key: a key of the config.
+        settings: names of the recipe's settings.
+        arguments: names of the settings and of the arguments of the components in the config.
+    """
+    if document.position((key,)).raw is not None:
+        return False
+    if isinstance(document.data[key], bool | int | float):
+        is_argument = key in arguments or nearest(key, arguments, MISSPELT_ARGUMENT) is not None
+        return not is_argument and nearest(key, settings) is None
+    return key in arguments or nearest(key, settings, MISSPELT) is None
+
+
 def _has_type(value: Any, member: Any) -> bool | None:
     """Return whether ``value`` has the type ``member``; ``None`` if the annotation does not determine it."""
     base, _ = split_annotated(member)
@@ -430,7 +455,11 @@ def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def _convert_component_nodes(value: Any, annotation: Any) -> Any:
-    """Convert component nodes at any depth to ``DictConfig``, and nodes of dataclasses to instances."""
+    """Convert the nodes of a checked value to the types of its annotation.
+
+    Component nodes at any depth become ``DictConfig``, nodes of dataclasses become instances, and lists become tuples
+    where the annotation has a tuple. All other values stay.
+    """
     from omegaconf import OmegaConf
 
     base, _ = split_annotated(annotation)

@@ -184,18 +184,25 @@ class Argument:
 
 @dataclass
 class Accepts:
-    """Arguments of a callable: ``order`` lists positional arguments; with ``open``, any name is accepted.
+    """Arguments of a callable.
 
-    ``ignores_unknown``: the callable has ``**kwargs``, which it may ignore. Names in the YAML must have an effect, but
-    runtime arguments of the recipe may be ignored. ``partial``: a package that is slow to import was not inspected.
+    Attributes:
+        named: arguments that can be passed by name.
+        order: names of the arguments that can be passed by position.
+        variadic: whether it has ``*args``.
+        takes_any_name: whether any other name may have an effect, because its ``**kwargs`` cannot be followed to their
+            end, or its signature cannot be read.
+        has_kwargs: whether it has ``**kwargs``, so that a call with any name succeeds. Names in the YAML must have an
+            effect, but runtime arguments of the recipe may be ignored.
+        is_incomplete: whether a package that is slow to import was left out.
     """
 
     named: dict[str, Argument] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     variadic: bool = False
-    open: bool = False
-    ignores_unknown: bool = False
-    partial: bool = False
+    takes_any_name: bool = False
+    has_kwargs: bool = False
+    is_incomplete: bool = False
 
 
 _MAX_DEPTH = 8  # maximum number of nested calls through which **kwargs are followed
@@ -217,21 +224,21 @@ def accepts(target: Callable[..., Any], keywords: Iterable[str] | None = None) -
     """
     if keywords is None:
         return _accepts(target)
-    signature = _accepts(target, is_partial=True)
-    if signature.partial and not signature.named.keys() >= set(keywords):
+    signature = _accepts(target, skips_slow=True)
+    if signature.is_incomplete and not signature.named.keys() >= set(keywords):
         return _accepts(target)
     return signature
 
 
-def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = False) -> Accepts:
-    """Read a signature; ``is_partial`` leaves slow packages out, ``depth`` counts the calls that were followed."""
+def _accepts(target: Callable[..., Any], depth: int = 0, skips_slow: bool = False) -> Accepts:
+    """Read a signature; ``skips_slow`` leaves slow packages out, ``depth`` counts the calls that were followed."""
     if isinstance(target, functools.partial):
-        inner = _accepts(target.func, depth, is_partial)
+        inner = _accepts(target.func, depth, skips_slow)
         return remaining(inner, len(target.args), optional=set(target.keywords))
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return Accepts(open=True, variadic=True)
+    except (TypeError, ValueError):  # as of some classes written in C
+        return Accepts(takes_any_name=True, variadic=True)
     accepted = Accepts()
     catch_all = None
     source = inspect.unwrap(_implementation(target)[0])
@@ -242,7 +249,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
             accepted.variadic = True
         elif parameter.kind is parameter.VAR_KEYWORD:
             catch_all = name
-            accepted.ignores_unknown = True
+            accepted.has_kwargs = True
         else:
             if parameter.kind is not parameter.POSITIONAL_ONLY:
                 annotation = _evaluate_annotation(parameter, source)
@@ -250,7 +257,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, is_partial: bool = Fals
             if parameter.kind is not parameter.KEYWORD_ONLY:
                 accepted.order.append(name)
     if catch_all is not None:
-        _follow_kwargs(target, catch_all, accepted, depth, is_partial)
+        _follow_kwargs(target, catch_all, accepted, depth, skips_slow)
     return accepted
 
 
@@ -305,14 +312,15 @@ def remaining(
         if name not in passed:
             named[name] = argument
     order = [name for name in inner.order[num_positional:] if name not in passed]
-    return Accepts(named, order, inner.variadic, inner.open, inner.ignores_unknown, inner.partial)
+    return Accepts(named, order, inner.variadic, inner.takes_any_name, inner.has_kwargs, inner.is_incomplete)
 
 
-def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, is_partial: bool) -> None:
+def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, skips_slow: bool) -> None:
     """Add to ``accepted`` the names that ``**catch_all`` of ``target`` may contain."""
     if depth >= _MAX_DEPTH:
-        accepted.open = True
+        accepted.takes_any_name = True
         return
+    # It passes them to the reader of the files' format, which only the files tell.
     if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
         for name in _dataset_reader_arguments():
             accepted.named.setdefault(name, Argument())
@@ -322,10 +330,10 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, i
     try:
         uses, imports = _read_source(function, catch_all)
     except (OSError, TypeError, SyntaxError, IndexError):  # no source, as of functions written in C
-        accepted.open = True
+        accepted.takes_any_name = True
         return
     if uses.unknown:
-        accepted.open = True
+        accepted.takes_any_name = True
         return
     if inspect.isclass(target):
         subject = target
@@ -335,20 +343,20 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, i
     # With several calls, such as one in each branch, no call needs its arguments in every case.
     is_only_use = len(uses.calls) == 1 and not uses.names
     for call in uses.calls:
-        if is_partial and ast.unparse(call.func) == "datasets.load_dataset":
+        if skips_slow and ast.unparse(call.func) == "datasets.load_dataset":
             accepted.named = {**_LOAD_DATASET, **accepted.named}
-            accepted.partial = True
+            accepted.is_incomplete = True
             continue
         try:
             callee, skipped = scope.callee(call)
         except (LookupError, AttributeError, InstantiationError, ValueError):
-            accepted.open = True
+            accepted.takes_any_name = True
             continue
         positional = [argument for argument in call.args[skipped:] if not isinstance(argument, ast.Starred)]
         keywords = {keyword.arg for keyword in call.keywords if keyword.arg}
-        inner = remaining(_accepts(callee, depth + 1, is_partial), len(positional), keywords)
-        accepted.open |= inner.open
-        accepted.partial |= inner.partial
+        inner = remaining(_accepts(callee, depth + 1, skips_slow), len(positional), keywords)
+        accepted.takes_any_name |= inner.takes_any_name
+        accepted.is_incomplete |= inner.is_incomplete
         if any(isinstance(argument, ast.Starred) for argument in call.args):  # *args are passed on
             accepted.order += [name for name in inner.order if name not in accepted.order]
         for name, argument in inner.named.items():
@@ -384,7 +392,17 @@ def _imports(tree: ast.AST) -> dict[str, str]:
 
 
 class _Uses:
-    """Uses of ``**kwargs`` in a function: the calls that receive it, and the names that are read from it."""
+    """Uses of ``**kwargs`` in a function.
+
+    Args:
+        tree: the function.
+        name: name of its ``**kwargs``.
+
+    Attributes:
+        calls: the calls that receive them, as ``function(**kwargs)``.
+        names: names that are read from them, as ``kwargs.pop("name")``.
+        unknown: whether they are used in another way, which does not tell the names.
+    """
 
     def __init__(self, tree: ast.AST, name: str) -> None:
         self.calls: list[ast.Call] = []
@@ -406,13 +424,13 @@ class _Uses:
                 self._record_use(parents[node], parents.get(parents[node]))
 
         # Any other use of "prepared" is fine, but a call must receive it in the end.
-        is_unknown = self.unknown
-        count = len(self.calls)
+        is_used_otherwise = self.unknown
+        num_calls = len(self.calls)
         for node in names:
             if node.id in prepared:
                 self._record_use(parents[node], parents.get(parents[node]))
-        is_lost = bool(prepared) and len(self.calls) == count
-        self.unknown = is_unknown or is_lost
+        is_lost = bool(prepared) and len(self.calls) == num_calls
+        self.unknown = is_used_otherwise or is_lost
 
     @staticmethod
     def _assigned_variables(node: ast.Name, parents: dict[ast.AST, ast.AST]) -> set[str]:

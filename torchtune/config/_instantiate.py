@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune.config._check import Checker, build_settings
 from torchtune.config._components import as_written, locate
-from torchtune.config._document import Document, is_component, texts_with_references
+from torchtune.config._document import Document, is_component
 from torchtune.config._errors import ArgumentError, InstantiationError
+from torchtune.config._references import texts_with_references
 from torchtune.config._save import to_dict
 from torchtune.config._settings import is_configurable, settings_fields, takes_component
 from torchtune.utils import UserError

@@ -7,31 +7,32 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtune._lazy import former_names
+from torchtune._recipe_registry import (
+    are_other_methods,
+    current_name,
+    find_config_file,
+    get_all_recipes,
+    promises,
+    recipe_at,
+    settings_of_recipe,
+)
 from torchtune.config._check import Checker, build_settings
 from torchtune.config._document import (
     COMMAND_LINE,
     Document,
     apply_overrides,
-    interpolate,
     iter_scalars,
     parent_of,
     read_document,
 )
 from torchtune.config._errors import ConfigError, Mistake
-from torchtune.config._recipe_check import (
-    check_keys_are_read,
-    explain_wrong_recipe,
-    is_other_method,
-    is_setting,
-    recipe_name_of,
-    warn_unread,
-)
-from torchtune.config._save import keep_references
+from torchtune.config._recipe_source import check_keys_are_read, warn_unread
+from torchtune.config._references import interpolate
 from torchtune.config._secrets import escape, redact_secrets
 from torchtune.config._settings import describe_settings, settings_fields, settings_of
 from torchtune.utils import (
@@ -51,19 +52,69 @@ from torchtune.utils import (
 USAGE = "--config FILE_OR_NAME [key=value ...] [~key ...]"
 
 
-def find_config(config: str | Path) -> Path:
-    """Return the path of a config file or shipped config. Raises ``ConfigError`` if there is none."""
-    path = Path(config)
-    if path.is_file():
-        return path
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        from torchtune._recipe_registry import find_config as find_shipped_config
+def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Decorate a recipe's main function to read its settings from the command line.
 
-        shipped = find_shipped_config(str(config))
-        if shipped is not None:
-            return Path(shipped)
-        raise ConfigError([Mistake("", str(config), "is neither a file nor a shipped config: see 'tune ls'")])
-    raise ConfigError([Mistake("", str(config), "there is no such file")])
+    The wrapper reads ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and exits
+    with the recipe's return value. Mistakes are printed without a traceback, with exit code 2. If it is called with
+    settings, the wrapper runs the recipe with them and returns.
+    """
+
+    @functools.wraps(recipe_main)
+    def wrapper(*settings: Any) -> Any:
+        if settings:
+            return recipe_main(*settings)
+        try:
+            config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
+            with explain_file_limits():
+                cfg = load_and_check(config_path, overrides, recipe_main)
+                result = recipe_main(cfg)
+        except UserError as error:
+            # An error that every rank raises is printed once, by the first rank: torchrun then ends the other ranks.
+            is_shared = error.raised_on_all
+            message = str(error)
+            if is_shared:  # its text may name another file on each rank
+                message = type(error).__name__
+            if is_first_to_print(message, shared=is_shared):
+                print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
+            note_in_run_log(redact_secrets(str(error)))
+            sys.exit(2)
+        except LostRankError as error:
+            note_in_run_log(traceback.format_exc().rstrip())
+            if not error.is_reported and is_first_to_print(LOST_RANK):
+                print(f"error: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
+        except RuntimeError:
+            if not was_error_printed():
+                raise
+            # Another process has printed the cause of this error. This one is only logged, so that the cause stays the
+            # last thing on the screen.
+            note_in_run_log(traceback.format_exc().rstrip())
+            sys.exit(1)
+        sys.exit(result)
+
+    return wrapper
+
+
+def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) -> tuple[str, list[str]]:
+    """Return the value of ``--config`` and the overrides; with ``--help``, print the settings and exit."""
+    if "-h" in arguments or "--help" in arguments:
+        script = Path(sys.argv[0]).name
+        print(f"usage: {script} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
+        sys.exit(0)
+    config = ""
+    overrides = []
+    tokens = iter(arguments)
+    for token in tokens:
+        if token == "--config":
+            config = next(tokens, "")
+        elif token.startswith("--config="):
+            config = token.partition("=")[2]
+        else:
+            overrides.append(token)
+    if not config:
+        raise ConfigError([Mistake(COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
+    return config, overrides
 
 
 def load_and_check(
@@ -83,7 +134,13 @@ def load_and_check(
     Raises:
         ConfigError: lists every mistake with file and line.
     """
-    document = read_document(find_config(config_path))
+    file = find_config_file(str(config_path))
+    if file is None:
+        reason = "is neither a file nor a shipped config: see 'tune ls'"
+        if Path(config_path).suffix.lower() in (".yaml", ".yml"):
+            reason = "there is no such file"
+        raise ConfigError([Mistake("", str(config_path), reason)])
+    document = read_document(file)
     apply_overrides(document, overrides)
     _expand_home(document)
     if isinstance(document.data.get("recipe"), dict | list):
@@ -118,29 +175,32 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     # Writes the values of references into the document, and returns the top-level keys that others refer to.
     referenced_keys = interpolate(document, defaults)
     _remove_retired(document, cls, fields)
+    running = recipe_at(scope.get("__file__") or "")  # name of the shipped recipe, None for a user's own
     other_valid_keys = ()
     name = None
     if "recipe" not in fields:
         other_valid_keys = ("recipe",)
-        name = recipe_name_of(document.data, scope)
+        name = document.data.get("recipe", running)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
     data = {key: value for key, value in document.data.items() if key in fields or key not in referenced_keys}
-    remark = explain_wrong_recipe(data, scope, fields)
+    remark = _explain_wrong_recipe(data, running, fields)
     checker = Checker(document, scope, referenced_keys)
     try:
         values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
-        checker.raise_mistakes()
+        checker.raise_mistakes()  # imports the components of the settings and checks their arguments, too
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
-            for key in filter(is_setting, checker.notes):
-                document.add_mistake((key,), "there is no such setting")
+            for key in checker.notes:
+                if any(key in settings_of_recipe(shipped) for shipped in get_all_recipes()):
+                    document.add_mistake((key,), "there is no such setting")
         document.check()
     except ConfigError as error:
         raise ConfigError(error.errors, remark) from None
     if remark:
-        if is_other_method(data, scope):
+        named = data.get("recipe")
+        if running is not None and isinstance(named, str) and are_other_methods(running, named):
             raise ConfigError([Mistake(document.position(("recipe",)).text, "recipe", remark)])
         log_once(get_logger(), remark, level=30)
 
@@ -154,10 +214,49 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     if name is not None and hasattr(settings, "__dict__"):
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)  # by the name of the recipe
-    variable_names = referenced_keys - fields.keys()  # keys that are no settings: the user's own variables
-    variable_values = {key: value for key, value in document.data.items() if key in variable_names}
-    keep_references(settings, document, variable_values)
+    if document.environment:
+        # save_config writes these values as ${oc.env:…}, and the user's own variables to which they may refer.
+        vars(settings)["_from_environment"] = document.environment
+        variable_names = referenced_keys - fields.keys()
+        vars(settings)["_variables"] = {key: value for key, value in document.data.items() if key in variable_names}
     return settings
+
+
+def _explain_wrong_recipe(data: Mapping[str, Any], running: str | None, setting_names: Collection[str]) -> str | None:
+    """Return a sentence that names the right recipe if the config is for another recipe, otherwise ``None``.
+
+    A shipped recipe compares the config's ``recipe:`` with its own name. Otherwise the keys decide: if this recipe
+    lacks some keys, the sentence names shipped recipes that have all of them, preferably with the same method.
+
+    Args:
+        data: the config.
+        running: name of the recipe, if it is a shipped one.
+        setting_names: names of the recipe's settings.
+    """
+    named = data.get("recipe")
+    if isinstance(named, str):
+        named = current_name(named)
+    shipped = {recipe.name: recipe for recipe in get_all_recipes()}
+    if running is not None and named in shipped:
+        if named == running:
+            return None
+        advice = "`tune run --config` alone runs the right one."
+        return f"The config is for the recipe {named}, and this is {running}: {advice}"
+
+    keys = data.keys() - {"recipe"}
+    if keys <= set(setting_names):
+        return None
+    candidates = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe).keys()]
+    if running is not None:
+        # Prefer the same method for another number of devices.
+        method = shipped[running].method
+        of_same_method = [name for name in candidates if shipped[name].method == method]
+        if of_same_method:
+            candidates = of_same_method
+    if not candidates:
+        return None
+    names = " or ".join(candidates)
+    return f"The config fits the recipe {names}: name it after `tune run`, or in the config as `recipe:`."
 
 
 def _remove_retired(document: Document, cls: type, fields: Collection[str]) -> None:
@@ -171,8 +270,6 @@ def _remove_retired(document: Document, cls: type, fields: Collection[str]) -> N
 
 def _check_quantizer(document: Document, settings: Any) -> None:
     """Require a quantizer if the recipe's name promises quantization-aware training."""
-    from torchtune._recipe_registry import promises
-
     if "quantizer" in promises(settings.recipe) and getattr(settings, "quantizer", None) is None:
         document.add_mistake(
             ("quantizer",),
@@ -236,70 +333,6 @@ def validate(cfg: Any) -> None:
     checker = Checker(document)
     checker.visit_components((), document.data)
     checker.raise_mistakes()
-
-
-def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Decorate a recipe's main function to read its settings from the command line.
-
-    The wrapper reads ``--config X`` (or ``--config=X``) and overrides from ``sys.argv``, checks everything, and exits
-    with the recipe's return value. Mistakes are printed without a traceback, with exit code 2. If it is called with
-    settings, the wrapper runs the recipe with them and returns.
-    """
-
-    @functools.wraps(recipe_main)
-    def wrapper(*settings: Any) -> Any:
-        if settings:
-            return recipe_main(*settings)
-        try:
-            config_path, overrides = _split_arguments(sys.argv[1:], recipe_main)
-            with explain_file_limits():
-                result = recipe_main(load_and_check(config_path, overrides, recipe_main))
-        except UserError as error:
-            # An error that every rank raises is printed once, by the first rank: torchrun then ends the other ranks.
-            is_shared = error.raised_on_all
-            message = str(error)
-            if is_shared:  # its text may name another file on each rank
-                message = type(error).__name__
-            if is_first_to_print(message, shared=is_shared):
-                print(f"error: {redact_secrets(str(error))}", file=sys.stderr)
-            note_in_run_log(redact_secrets(str(error)))
-            sys.exit(2)
-        except LostRankError as error:
-            note_in_run_log(traceback.format_exc().rstrip())
-            if not error.is_reported and is_first_to_print(LOST_RANK):
-                print(f"error: {error}", file=sys.stderr)
-            sys.exit(error.exit_code)
-        except RuntimeError:
-            if not was_error_printed():
-                raise
-            # Another process has printed the cause of this error. This one is only logged, so that the cause stays the
-            # last thing on the screen.
-            note_in_run_log(traceback.format_exc().rstrip())
-            sys.exit(1)
-        sys.exit(result)
-
-    return wrapper
-
-
-def _split_arguments(arguments: Sequence[str], recipe_main: Callable[..., Any]) -> tuple[str, list[str]]:
-    """Return the value of ``--config`` and the overrides; with ``--help``, print the settings and exit."""
-    if "-h" in arguments or "--help" in arguments:
-        script = Path(sys.argv[0]).name
-        print(f"usage: {script} {USAGE}\n\n{describe_settings(settings_of(recipe_main))}", end="")
-        sys.exit(0)
-    config = ""
-    overrides = []
-    tokens = iter(arguments)
-    for token in tokens:
-        if token == "--config":
-            config = next(tokens, "")
-        elif token.startswith("--config="):
-            config = token.partition("=")[2]
-        else:
-            overrides.append(token)
-    if not config:
-        raise ConfigError([Mistake(COMMAND_LINE, "--config", "name a config: --config FILE_OR_NAME")])
-    return config, overrides
 
 
 __getattr__ = former_names(__name__)

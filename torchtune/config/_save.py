@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from torchtune.config._components import as_written
-from torchtune.config._document import Document, iter_scalars, resolve_texts, texts_with_references
+from torchtune.config._document import iter_scalars
 from torchtune.config._errors import KeyPath
+from torchtune.config._references import resolve_texts, texts_with_references
 from torchtune.config._secrets import (
     MIN_REDACTED,
     REDACTED,
@@ -49,16 +50,6 @@ def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 
 _Dumper.add_representer(str, _represent_str)
 _Dumper.add_representer(_Reference, _represent_str)
-
-
-def keep_references(settings: Any, document: Document, variables: Mapping[str, Any]) -> None:
-    """Store in ``settings`` the document's values that are saved as ``${oc.env:…}``.
-
-    These texts may refer to ``variables``, the document's keys that are not settings: they are saved, too.
-    """
-    if document.environment:
-        vars(settings)["_from_environment"] = document.environment
-        vars(settings)["_variables"] = dict(variables)
 
 
 def _to_plain(value: Any) -> Any:

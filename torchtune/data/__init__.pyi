@@ -12,7 +12,6 @@ from ._collate import padded_collate_dpo as padded_collate_dpo
 from ._collate import padded_collate_packed as padded_collate_packed
 from ._collate import padded_collate_sft as padded_collate_sft
 from ._collate import padded_collate_tiled_images_and_mask as padded_collate_tiled_images_and_mask
-from ._conversation import Conversation, read_conversation, reference_answer, tools_entry, unfold_prompt
 from ._dataset import ExampleDataset, WrappedDataset, as_example_dataset, make_random_state
 from ._documents import Documents as Documents
 from ._documents import SharedPrefixes
@@ -24,6 +23,7 @@ from ._loader import seeded_generators
 from ._messages import (
     REASONING_FIELDS,
     Video,
+    check_answers,
     read_row_weight,
     role_of,
     warn_of_row_weight,
@@ -63,8 +63,19 @@ from ._rows import Transform as Transform
 from ._rows import truncate as truncate
 from ._to_messages import AlpacaToMessages as AlpacaToMessages
 from ._to_messages import ChosenRejectedToMessages as ChosenRejectedToMessages
+from ._to_messages import (
+    Conversation,
+    answer_turns,
+    image_column,
+    read_conversation,
+    reference_answer,
+    resolve_masking,
+    tools_entry,
+    turns_of_column,
+    turns_with_answer,
+    unfold_prompt,
+)
 from ._to_messages import InputOutputToMessages as InputOutputToMessages
 from ._to_messages import OpenAIToMessages as OpenAIToMessages
 from ._to_messages import ShareGPTToMessages as ShareGPTToMessages
-from ._to_messages import answer_turns, image_column, resolve_masking, turns_of_column, turns_with_answer
 from ._tool_calls import canonical_calls, parse_json_text, read_tool_calls, read_tools

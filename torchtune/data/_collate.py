@@ -123,9 +123,8 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
         per_token=per_token,
     )
     check_shifted(out.tokens, out.labels, boundaries.lengths)
-    joined_images = join_images(images, boundaries.lengths)
-    if joined_images is not None:
-        out.inputs["encoder_input"] = {"images": joined_images}
+    if any(document_images is not None for document_images in images):
+        out.inputs["encoder_input"] = {"images": join_images(images, boundaries.lengths)}
     sources = [document.get("source") for document in documents]
     if not all(isinstance(source, SourceNumber) for source in sources):  # not of a mixture
         return out

@@ -8,9 +8,9 @@ import numpy as np
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from torchtune.data._conversation import Conversation
 from torchtune.data._messages import Message
 from torchtune.data._prompt_templates import PairTemplate
+from torchtune.data._to_messages import Conversation
 
 
 def make_random_state(seed: int, *words: int) -> np.random.RandomState:

@@ -190,15 +190,15 @@ def _check_header(image: Any) -> None:
 
 
 def _checked(image: Any) -> None:
-    """Check an opened image; decode it only if its file seems to be cut off."""
+    """Check an opened image; decode it only if its file seems to be cut off, because decoding takes long."""
     _check_header(image)
     file_end = _FILE_ENDS.get(image.format)
     file = getattr(image, "fp", None)
     if file_end is None or file is None:
         return
-    position = file.tell()
+    position = file.tell()  # Pillow reads on from here
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(size - 64, 0))
+    file.seek(max(size - 64, 0))  # some programs write a few bytes behind the end of the image
     seems_complete = file_end in file.read()
     file.seek(position)
     if not seems_complete:

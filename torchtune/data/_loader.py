@@ -107,7 +107,8 @@ class BatchLoader:
         self._epoch_order: tuple[int, np.ndarray] | None = None  # (epoch, its order)
         self._peeked: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
         self._num_announced = 0  # number of steps announced to the stream
-        self._announce_next_steps()  # prefetch during set-up
+        if self.dataset.is_stream:
+            self._announce_next_steps()  # prefetch during set-up
 
     @property
     def examples_per_step(self) -> int:
@@ -162,7 +163,8 @@ class BatchLoader:
             return None
         position = (self.epoch, self._step)
         if self._peeked is None or self._peeked[0] != position:
-            self._announce_next_steps()
+            if self.dataset.is_stream:
+                self._announce_next_steps()
             with seeded_generators(self.seed, *position, self.rank):
                 parts = self._split_step(self._indices_of(self._step), self.rank)
                 self._peeked = (position, [self._load_batch(part) for part in parts])
@@ -211,8 +213,6 @@ class BatchLoader:
 
     def _announce_next_steps(self) -> None:
         """Announce the examples of the next steps to a stream, so that it tokenizes them while a step is computed."""
-        if not self.dataset.is_stream:
-            return
         current_step = self.epoch * len(self) + self._step
         num_ahead = max(2, math.ceil(_PREFETCH_EXAMPLES / (self.batch_size * self.accumulation_steps)))
         if not current_step < self._num_announced <= current_step + num_ahead:

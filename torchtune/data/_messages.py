@@ -239,7 +239,7 @@ def as_message(value: MessageLike) -> Message:
     if name == "function_call":  # the content is the call
         calls = [*calls, *call_of_text(content)]
         content = None
-    extra = {key: item for key, item in extra.items() if key != "tool_calls"}
+    extra = {key: item for key, item in extra.items() if key != "tool_calls"}  # they are in `calls`, in one form
     for key, item in value.items():
         if key not in _READ_FIELDS and item is not None:
             extra[key] = item
@@ -633,6 +633,16 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role
         calls_tool = message.ipython or bool(message.extra.get("tool_calls"))
+
+
+def check_answers(messages: Sequence[Message]) -> None:
+    """Raise :class:`DataError` for a turn that is trained on and says nothing: the model would learn to end at once."""
+    for number, message in enumerate(messages):
+        if message.role == "assistant" and not message.masked and message.is_empty:
+            raise DataError(
+                f"turn {number} of the assistant is empty, from which the model learns to say nothing (train on such "
+                "turns with allow_empty_answers=true)"
+            )
 
 
 __getattr__ = former_names(__name__)

@@ -2,16 +2,18 @@
 
 The way of a row from its file to the model, in the order of reading:
 
-1. ``_from_config``: ``setup_data`` builds the datasets that a config names.
-2. ``_sft``: ``SFTDataset`` joins the parts of a dataset of conversations; ``SFTTransform`` converts one row.
+1. ``_from_config``: ``instantiate_dataset`` builds the datasets that a config names.
+2. ``_sft``: ``SFTDataset`` joins the parts of a dataset of conversations, in the order of the steps 3 to 8.
 3. ``_row_source``: ``RowSource`` knows where the rows come from; ``_data_files`` finds local files and their rows, and
    ``_file_formats`` decodes a row.
-4. ``_tokenized``: ``prepare_rows`` takes token rows from the cache (``_row_cache``) or tokenizes all rows in several
-   processes (``_processes``).
+4. ``_tokenized``: ``prepare_rows`` opens the entry of the rows in the cache (``_row_cache``), whose key is their
+   ``_fingerprint``. If the cache does not have them, ``Tokenize`` converts all rows, in several processes
+   (``_processes``), by the steps 5 to 7.
 5. ``torchtune.data._to_messages``: the row becomes messages; their masks say what is trained on.
-6. ``torchtune.tokenizers._hf_model_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
-7. ``_tokenized``: ``shifted_labels`` turns tokens and mask into labels; ``_token_store`` keeps both.
-8. ``torchtune.data._loader``: ``BatchLoader`` reads the rows of a step, and ``torchtune.data._collate`` joins them to a
+6. ``torchtune.tokenizers._hf_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.
+7. ``_sft``: ``SFTTransform`` has both steps, and turns tokens and mask into labels and their weights.
+8. ``_token_store``: the tokens and labels of all rows are in files, from which ``SFTDataset`` reads a row.
+9. ``torchtune.data._loader``: ``BatchLoader`` reads the rows of a step, and ``torchtune.data._collate`` joins them to a
    ``torchtune.data._batch.Batch``, from which the recipe computes the loss (``torchtune.modules.loss``).
 """
 

@@ -13,6 +13,7 @@ from ._classification import (
 from ._classification import ClassificationDataset as ClassificationDataset
 from ._classification import ClassificationTask as ClassificationTask
 from ._classification import classification_dataset as classification_dataset
+from ._command_modes import NotRead, Shard, ShardWritten, preparing, preparing_shard, preview
 from ._file_formats import is_data_file, numbered_lines, parse_json
 from ._file_report import (
     CHECKED_SETTINGS,
@@ -44,7 +45,6 @@ from ._preference import preference_dataset as preference_dataset
 from ._preference import stack_exchange_paired_dataset as stack_exchange_paired_dataset
 from ._pretokenized import PretokenizedDataset as PretokenizedDataset
 from ._pretokenized import pretokenized_dataset as pretokenized_dataset
-from ._preview import NotRead, preview
 from ._processes import workers
 from ._prompts import PromptDataset as PromptDataset
 from ._prompts import prompt_dataset as prompt_dataset
@@ -53,7 +53,7 @@ from ._retrieval import EmbeddingDataset as EmbeddingDataset
 from ._retrieval import RerankingDataset as RerankingDataset
 from ._retrieval import embedding_dataset as embedding_dataset
 from ._retrieval import reranking_dataset as reranking_dataset
-from ._row_cache import cache_path, preparing
+from ._row_cache import cache_path
 from ._row_formats import RowFormat, chat_format, column_map, format_of, readings_of
 from ._row_images import content_of, size_of
 from ._row_source import RowSource as RowSource
@@ -68,7 +68,7 @@ from ._sft import grammar_dataset as grammar_dataset
 from ._sft import instruct_dataset as instruct_dataset
 from ._sft import samsum_dataset as samsum_dataset
 from ._sft import slimorca_dataset as slimorca_dataset
-from ._shards import Shard, ShardWritten, merge_shards, preparing_shard, write_manifest
+from ._shards import merge_shards, write_manifest
 from ._shared_rows import count_shared_rows as count_shared_rows
 from ._shared_rows import explain_shared_rows as explain_shared_rows
 from ._streamed import StreamedDataset as StreamedDataset

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtune.data import DataError, Message
+from torchtune.data import DataError
 from torchtune.datasets._data_files import location_of
 from torchtune.datasets._row_formats import format_of
 from torchtune.utils import append_line, get_logger, get_rank, log_rank_zero, run_log_path
@@ -165,13 +165,3 @@ def report_left_out(reasons: Sequence[tuple[int, str]], source: str, total: int,
     log_rank_zero(get_logger(), f"{message}.", logging.WARNING)
     if num_left == 0:
         raise DataError(f"{source}: no row is left that can be trained on.")
-
-
-def check_answers(messages: Sequence[Message]) -> None:
-    """Raise :class:`DataError` for a turn that is trained on and says nothing: the model would learn to end at once."""
-    for number, message in enumerate(messages):
-        if message.role == "assistant" and not message.masked and message.is_empty:
-            raise DataError(
-                f"turn {number} of the assistant is empty, from which the model learns to say nothing (train on such "
-                "turns with allow_empty_answers=true)"
-            )

@@ -506,7 +506,7 @@ def refuse_shrunk(path: str, before: int, now: int) -> None:
     )
 
 
-def undecoded(rows: Any) -> Iterable[Any]:
+def undecoded_records(rows: Any) -> Iterable[Any]:
     """Return an iterable of rows; records of files are undecoded, so that a broken one does not end the iteration."""
     if isinstance(rows, FileRows):
         return rows.lines()

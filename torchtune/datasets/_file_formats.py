@@ -617,9 +617,11 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
         for _ in range(settings.get("skiprows", 0)):
             offset += len(file.readline())
             num_lines += 1
+        records = table.divide(file)
         header = None
-        for record, lines in table.divide(file):
-            if not has_header or header is not None:
+        while has_header and header is None:
+            record, lines = next(records, (b"", 0))
+            if not record:  # the end of the file
                 break
             line = f"{path}, line {num_lines + 1}"
             offset += len(record)
@@ -632,7 +634,7 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
                 _check_quoted_delimiter(line, record, dialect["delimiter"], settings)
                 raise DataError(f"{line}: {str(error).rstrip('.')}; correct the header.") from error
             _check_delimiter(line, header, settings)
-        if names is None:
+        if names is None:  # names that the user has set replace those of the header
             names = header
     return Table(names or (), dialect, table.encoding, start=(offset, num_lines))
 

@@ -247,12 +247,12 @@ def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train")
 
 def _loaded_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[Any]:
     """Yield the rows that a dataset would load; images stay encoded, and lines of files undecoded."""
-    from torchtune.datasets._data_files import undecoded
+    from torchtune.datasets._data_files import undecoded_records
     from torchtune.datasets._row_source import load_rows, without_added_nulls
 
     rows = load_rows(str(path), split=split, **settings)
     if not hasattr(rows, "with_format"):
-        yield from undecoded(rows)
+        yield from undecoded_records(rows)
         return
     for batch in rows.with_format("arrow").iter(1000):
         yield from map(without_added_nulls, batch.to_pylist())

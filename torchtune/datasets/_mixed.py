@@ -271,7 +271,7 @@ class MixedStream(ExampleDataset):
         self._shares = [0]
         for share in shares:
             self._shares.append(self._shares[-1] + max(1, round(share * 2**30)))
-        # Even the smallest dataset has two examples in a block of indices.
+        # Examples are shuffled within a block, so that it is not short. Even the smallest dataset has two of a block.
         self._length = max(256, math.ceil(2 / min(shares)))
         self._set_order(0, shuffle=False)
 
@@ -428,12 +428,12 @@ def mixture_counts(sizes: Sequence[int], weights: Sequence[float], stop: Stop) -
         return list(sizes)
     # Examples per weight until a dataset is exhausted.
     ends = [size / weight for size, weight in zip(sizes, weights, strict=True)]
-    if stop == "first":
-        limit = min
-    else:
-        limit = max
-    end = limit(ends)
-    # The products of whole numbers may lie a little above them.
-    counts = [math.ceil(weight * end - 1e-6) for weight in weights]
-    # Rounding must not add an example that a dataset lacks, or leave one out.
-    return [limit(count, size) for count, size in zip(counts, sizes, strict=True)]
+    counts = []
+    for size, weight in zip(sizes, weights, strict=True):
+        # The product may lie a little above a whole number, which must not become the next one. Rounding must not add
+        # an example that a dataset lacks, or leave one out.
+        if stop == "first":  # no dataset restarts
+            counts.append(min(math.ceil(weight * min(ends) - 1e-6), size))
+        else:  # no example is left out
+            counts.append(max(math.ceil(weight * max(ends) - 1e-6), size))
+    return counts

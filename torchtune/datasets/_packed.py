@@ -24,7 +24,7 @@ from torchtune.utils import get_logger, log_rank_zero
 
 # (row, start, end): a slice of a row's tokens.
 Piece = tuple[int, int, int]
-_MOST_TRIES = 16
+_MOST_TRIES = 16  # full packs that are passed over for a row, before it gets a new pack: many would take long
 
 
 def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) -> list[list[int]]:
@@ -57,7 +57,7 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
         tokens, pack = heapq.heappop(heap)
         packs[pack].append(row)
         rooms[pack] -= length
-        tokens = max(tokens, 0) + int(image_tokens[row])
+        tokens = max(tokens, 0) + int(image_tokens[row])  # a new pack has no image tokens, and not -1
         for entry in [*full_entries, (tokens, pack)]:
             heapq.heappush(heap, entry)
     return packs

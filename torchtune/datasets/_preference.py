@@ -14,6 +14,7 @@ from torchtune.data import (
     MaskingName,
     Transform,
     as_messages,
+    check_answers,
     check_column_map,
     column,
     copy_sample,
@@ -24,9 +25,8 @@ from torchtune.data import (
     unfold_prompt,
     warn_of_similar_columns,
 )
-from torchtune.datasets._bad_rows import check_answers
 from torchtune.datasets._row_formats import LABELED_ANSWERS, formats_of, read_label
-from torchtune.datasets._row_images import encoded, row_error, tokenize_text
+from torchtune.datasets._row_images import row_error, takes_encoded_images, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
 from torchtune.datasets._tokenized import (
@@ -74,7 +74,7 @@ def prepare_answers(
     check_tokenizer(tokenizer, "__call__", reader="a dataset of conversations")
     limit = getattr(tokenizer, "max_seq_len", None)
 
-    def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    def tokenize_answers(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         warn_of_similar_columns(row, weight_column)
         weight = read_row_weight(row, weight_column)
         sample = copy_sample(message_transform(row), "message_transform")
@@ -83,7 +83,7 @@ def prepare_answers(
             for answer in answers.values():
                 # The store keeps a weight for each label; here all have that of the row.
                 answer["label_weights"] = np.full(len(answer["labels"]), weight, np.float32)
-        return [answers]
+        return answers
 
     depends_on = {
         "dataset": dataset,
@@ -92,7 +92,9 @@ def prepare_answers(
         "allow_empty_answers": allow_empty_answers,
         "weight_column": weight_column,
     }
-    return prepare_rows(source, Tokenize(samples, names, tokenizer), depends_on, formats=formats_of(message_transform))
+    # An answer without a label is refused where it is tokenized, by its name.
+    tokenize = Tokenize(tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names)
+    return prepare_rows(source, tokenize, depends_on, formats=formats_of(message_transform))
 
 
 class AnswersDataset(TokenizedDataset):
@@ -118,7 +120,7 @@ class AnswersDataset(TokenizedDataset):
         self.num_images = sum(note["images"][0] for note in rows.notes if "images" in note)
         self._rows = None
         if self.num_images:  # read again with each example, because images are not stored with the tokens
-            self._rows = encoded(source.rows(), message_transform)
+            self._rows = source.rows(encoded_images=takes_encoded_images(message_transform))
 
     @property
     def fingerprint(self) -> tuple[int, ...]:

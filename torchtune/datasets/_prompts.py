@@ -65,7 +65,7 @@ class PromptDataset(TokenizedDataset):
         self._tokenizer = tokenizer
         rows = prepare_rows(
             row_source,
-            Tokenize(self._samples, ["rows"], tokenizer),
+            Tokenize(self._sample, tokenizer=tokenizer, has_notes=True, needs_labels=False),
             {"dataset": type(self), "column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer},
             skip_setting="filter_fn",
         )
@@ -76,7 +76,7 @@ class PromptDataset(TokenizedDataset):
             self.num_images += num_images
         self._rows = row_source.rows()
 
-    def _samples(self, row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens of a row's prompt up to the generation prompt; placeholders take the place of labels."""
         prompt, _ = self._split(row)
         # An open turn of the assistant, behind which the answer is generated.
@@ -89,7 +89,7 @@ class PromptDataset(TokenizedDataset):
         sample = {"tokens": tokens, "labels": tokens}
         if note:
             sample["note"] = note
-        return [{"rows": sample}]
+        return sample
 
     def _split(self, row: Mapping[str, Any]) -> tuple[Conversation, Message | None]:
         """Return the prompt, and the reference answer if the last message is the assistant's."""

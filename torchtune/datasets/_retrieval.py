@@ -104,6 +104,15 @@ class RetrievalTransform:
             texts.append(negative)
         return texts
 
+    def sample(self, row: Mapping[str, Any]) -> dict[str, list[int]]:
+        """Return the texts of a row one after the other, for the store; the label -100 marks the last token of each."""
+        tokens: list[int] = []
+        labels: list[int] = []
+        for text in self(row):
+            tokens += text
+            labels += [*text[1:], CROSS_ENTROPY_IGNORE_IDX]
+        return {"tokens": tokens, "labels": labels}
+
     def _tokens(self, text: str) -> list[int]:
         """Return the tokens of a text, truncated on the right, with the tokens at its end."""
         tokens = list(self._encode(text=text, add_bos=True, add_eos=False))
@@ -161,13 +170,10 @@ class EmbeddingDataset(TokenizedDataset):
             tokenizer, column_map, query_instruction, document_instruction, add_eos, max_seq_len
         )
 
-        def samples(row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
-            return [{"rows": _join(transform(row))}]
-
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(samples, ["rows"]),
+            Tokenize(transform.sample, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -218,18 +224,8 @@ class EmbeddingDataset(TokenizedDataset):
         return np.array(longest, np.int64)
 
 
-def _join(texts: list[list[int]]) -> dict[str, list[int]]:
-    """Concatenate the texts of a row for the store; the label -100 marks the last token of each."""
-    tokens: list[int] = []
-    labels: list[int] = []
-    for text in texts:
-        tokens += text
-        labels += [*text[1:], CROSS_ENTROPY_IGNORE_IDX]
-    return {"tokens": tokens, "labels": labels}
-
-
 def _texts(store: TokenStore, index: int) -> list[list[int]]:
-    """Return the texts of a row; see :func:`_join`."""
+    """Return the texts of a row; see :meth:`RetrievalTransform.sample`."""
     row = store.lists(index)
     texts = []
     start = 0
@@ -311,7 +307,7 @@ class PairTransform:
         self.column_map = _COLUMNS | check_column_map(column_map, _COLUMNS, ("query",))
         self.limit = max_seq_len or getattr(tokenizer, "max_seq_len", None)
 
-    def __call__(self, row: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return a sample for each pair: its tokens, and ``[label, query]`` as note.
 
         A row with a document and a label has one pair, with the query; a row with a positive has several, with ``None``
@@ -336,11 +332,11 @@ class PairTransform:
             samples.append(self._sample(query, negative, 0.0, None))
         return samples
 
-    def _sample(self, query: str, document: str, label: float, key: str | None) -> dict[str, dict[str, Any]]:
+    def _sample(self, query: str, document: str, label: float, key: str | None) -> dict[str, Any]:
         tokens = self._template.tokens(self._tokenizer, query, document, self.limit)
         # No token is predicted: the labels only say that all tokens are read.
         labels = [*tokens[1:], CROSS_ENTROPY_IGNORE_IDX]
-        return {"rows": {"tokens": tokens, "labels": labels, "note": [label, key]}}
+        return {"tokens": tokens, "labels": labels, "note": [label, key]}
 
     def _label(self, row: Mapping[str, Any]) -> float:
         """Return the label of a row; raise :class:`DataError` if it is not a number from 0 to 1."""
@@ -409,7 +405,7 @@ class RerankingDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, ["rows"]),
+            Tokenize(transform, has_notes=True, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,

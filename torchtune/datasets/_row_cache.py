@@ -11,14 +11,21 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import (
+    SHARDS,
+    NotRead,
+    is_preparing,
+    is_preview,
+    preparation_folder,
+    reads_nothing,
+)
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import NotRead, is_preview, reads_nothing
 from torchtune.datasets._processes import ProcessKilled
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of
 from torchtune.utils import (
@@ -34,7 +41,6 @@ from torchtune.utils import (
 )
 
 _META = "meta.json"
-SHARDS = "shards"  # the folder of shards in an output folder of `tune data prepare`
 _OTHER_CACHE = "set the environment variable TORCHTUNE_CACHE to a folder of your own"
 _STALE = 3600.0  # seconds without writes after which a folder counts as abandoned
 _KILLED = (KeyboardInterrupt, ProcessKilled)  # errors after which a preparation can be continued
@@ -47,7 +53,6 @@ _DESCRIPTIONS = {
 }
 # Fingerprint -> number of datasets of this run with it.
 _num_datasets: Counter[str] = Counter()
-_output: ContextVar[Path | None] = ContextVar("output", default=None)
 
 
 def cache_path() -> Path:
@@ -82,25 +87,24 @@ def cache_folder() -> Path:
     return folder
 
 
+@dataclass
+class CacheEntry:
+    """Entry of the cache inside a :func:`cache_entry` block.
+
+    Attributes:
+        rows: the rows, if the cache has them; after the block, also those that the block has written.
+        writer: writes the rows if the cache does not have them.
+        is_stored: whether the rows are kept. A block that cannot write all of them sets it to False.
+    """
+
+    rows: PreparedRows | None = None
+    writer: RowWriter | None = None
+    is_stored: bool = True
+
+
 @contextmanager
-def preparing(folder: Path) -> Iterator[None]:
-    """Make :func:`cached_rows` write rows to ``folder`` inside the block, as ``tune data prepare`` does."""
-    token = _output.set(folder)
-    try:
-        yield
-    finally:
-        _output.reset(token)
-
-
-def is_preparing() -> bool:
-    """Return whether a :func:`preparing` block is active."""
-    return _output.get() is not None
-
-
-def cached_rows(
-    fingerprint: Fingerprint, source: str, write: Callable[[RowWriter], bool], prepared: Path | None = None
-) -> PreparedRows | None:
-    """Return the prepared rows of a fingerprint; write them if they are missing.
+def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = None) -> Iterator[CacheEntry]:
+    """Context manager of the prepared rows of a fingerprint; if they are missing, the block writes them.
 
     One process writes while the others of the machine wait. Rows with an exact fingerprint are cached for later runs.
     Other rows are shared by the local ranks of this run under ``torchrun``, and deleted when all have mapped them.
@@ -108,19 +112,16 @@ def cached_rows(
     Args:
         fingerprint: fingerprint of the rows.
         source: name of the source, for messages.
-        write: writes the rows, and returns whether they can be stored; called at most once.
         prepared: output folder of ``tune data prepare`` with the rows; if it is set, nothing is written.
 
-    Returns:
-        None if the rows cannot be stored.
-
     Raises:
-        DataError: ``write`` raises it, the cache folder cannot be used, ``prepared`` has no such rows, or the
-            fingerprint is not exact inside a :func:`preparing` block.
+        DataError: the cache folder cannot be used, ``prepared`` has no such rows, or the fingerprint is not exact
+            inside a :func:`preparing` block.
     """
-    output = _output.get()  # of `tune data prepare`
+    output = preparation_folder()
     if prepared is not None and output is None:
-        return _rows_prepared_before(fingerprint, source, prepared)
+        yield CacheEntry(_rows_prepared_before(fingerprint, source, prepared))
+        return
     if output is None:
         root = cache_folder()
         advice = f"{_OTHER_CACHE} on a disk with enough space"
@@ -137,23 +138,31 @@ def cached_rows(
     else:
         key = _key_of_this_run(fingerprint)
     if key is None or is_preview():  # rows of this process alone
+        entry = CacheEntry()
         with tempfile.TemporaryDirectory(dir=root, prefix="own-") as folder:
-            with _explained_writes(Path(folder), advice):
-                is_stored = _write_folder(Path(folder), fingerprint, write)
-            if not is_stored:
-                return None
-            return PreparedRows(Path(folder))  # its files are mapped, and need no names from here on
-    if fingerprint.is_exact:
+            with _explained_writes(Path(folder), advice), _writing(entry, Path(folder), fingerprint):
+                yield entry
+            if entry.is_stored:
+                entry.rows = PreparedRows(Path(folder))  # its files are mapped, and need no names from here on
+        return
+    if fingerprint.is_exact:  # an earlier run may have written the rows: complete ones are read without the lock
         rows = _open(root / key)
         if rows is not None:
-            return rows
+            yield CacheEntry(rows)
+            return
     with _locked(root, key, source, advice) as is_locked:
-        rows = _open(root / key)  # another process may have written them meanwhile
-        if rows is None:
-            rows = _write_entry(root, key, fingerprint, write, advice, is_locked=is_locked)
-        if rows is not None and not fingerprint.is_exact:
+        entry = CacheEntry(_open(root / key))  # another process may have written them meanwhile
+        if entry.rows is not None:
+            yield entry
+        else:
+            with _new_folder(root, key, advice, is_locked=is_locked) as folder, _writing(entry, folder, fingerprint):
+                yield entry
+            if entry.is_stored:
+                entry.rows = PreparedRows(root / key)
+            else:
+                shutil.rmtree(root / key, ignore_errors=True)
+        if entry.rows is not None and not fingerprint.is_exact:  # no later run can use them
             _leave(root / key)
-        return rows
 
 
 def _output_folder(folder: Path) -> Path:
@@ -166,27 +175,15 @@ def _output_folder(folder: Path) -> Path:
     return folder
 
 
-def _write_entry(
-    root: Path,
-    key: str,
-    fingerprint: Fingerprint,
-    write: Callable[[RowWriter], bool],
-    advice: str,
-    *,
-    is_locked: bool,
-) -> PreparedRows | None:
-    """Write an entry of the cache in the place of one that is missing or damaged, and return its rows.
+@contextmanager
+def _new_folder(root: Path, key: str, advice: str, *, is_locked: bool) -> Iterator[Path]:
+    """Context manager of the folder of an entry that is missing or damaged, which gets its name at the end.
 
     Args:
         root: folder of the cache, or output folder of a preparation.
         key: name of the entry.
-        fingerprint: fingerprint of the rows.
-        write: see :func:`cached_rows`.
         advice: what to do if the rows cannot be written.
         is_locked: whether no other process writes the entry.
-
-    Returns:
-        None if the rows cannot be stored.
     """
     folder = root / key
     if folder.exists():
@@ -200,21 +197,21 @@ def _write_entry(
     with _explained_writes(folder, advice), atomic_directory(folder, replace=False, keep_on=keep_on) as temporary:
         if not is_preparing():  # the rows of a user are not for others
             temporary.chmod(0o700)
-        is_stored = _write_folder(temporary, fingerprint, write)
-    if not is_stored:
-        shutil.rmtree(folder, ignore_errors=True)
-        return None
-    return PreparedRows(folder)
+        yield temporary
 
 
-def _write_folder(folder: Path, fingerprint: Fingerprint, write: Callable[[RowWriter], bool]) -> bool:
-    """Write token rows and then what they were made of, without which a folder counts as damaged."""
+@contextmanager
+def _writing(entry: CacheEntry, folder: Path, fingerprint: Fingerprint) -> Iterator[None]:
+    """Let the block write the rows of an entry, and then write what they were made of.
+
+    The latter file is the last one: a folder without it counts as damaged.
+    """
     with closing(RowWriter(folder)) as writer:
-        is_stored = write(writer)
-    if is_stored:
+        entry.writer = writer
+        yield
+    if entry.is_stored:
         meta = {"fingerprint": fingerprint_of(writer.sums), "made_of": fingerprint.made_of}
         write_json(folder / _META, meta)
-    return is_stored
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Formats of rows: by the columns of a row, what it holds and which dataset reads it."""
+"""Formats of rows: by its columns, what a row holds, which dataset reads it, and which column has the conversation."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,9 +10,12 @@ from torchtune.data import (
     ChosenRejectedToMessages,
     DataError,
     InputOutputToMessages,
+    MaskingStrategy,
     OpenAIToMessages,
     ShareGPTToMessages,
+    Transform,
     as_messages,
+    column,
     kind_of,
     parse_json_text,
     role_of,
@@ -169,8 +172,8 @@ def readings_of(row: Mapping[str, Any]) -> list[RowFormat]:
     is meant.
     """
     readings: list[RowFormat] = []
-    for column, style in conversations_of(row):
-        readings.append(chat_format(column, style))
+    for name, style in conversations_of(row):
+        readings.append(chat_format(name, style))
     if readings:
         return readings
     for question, answer in _QUESTION_COLUMNS:
@@ -290,9 +293,9 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
 
 def _conversation_column(styles: Mapping[str, str]) -> str:
     """Return the column of a row's conversation: one with a usual name, otherwise the first with turns."""
-    for _, _, column in STYLES.values():
-        if column in styles:
-            return column
+    for _, _, name in STYLES.values():
+        if name in styles:
+            return name
     return next(iter(styles), "")
 
 
@@ -379,6 +382,71 @@ def formats_of(transform: Any) -> tuple[str, ...]:
     if isinstance(transform, ChosenRejectedToMessages):
         return (PREFERENCE_PAIRS,)
     return tuple(getattr(transform, "formats", ()))
+
+
+class ConversationToMessages(Transform):
+    """Transform of a conversation in OpenAI or ShareGPT format, which finds column and format in each row.
+
+    Args:
+        conversation_column: column of the conversation; None: the only one that holds a conversation.
+        conversation_style: ``"openai"`` or ``"sharegpt"``; None: that of the first turn.
+        new_system_prompt: system prompt that replaces the conversation's system turn.
+        masking_strategy: see :func:`torchtune.data.mask_messages`.
+
+    Raises:
+        DataError: the style is unknown; when called, a row has no conversation, or several.
+    """
+
+    takes_encoded_images = True  # encoded files need not be decoded first
+
+    def __init__(
+        self,
+        conversation_column: str | None,
+        conversation_style: str | None,
+        new_system_prompt: str | None,
+        masking_strategy: MaskingStrategy,
+    ) -> None:
+        if conversation_style is not None and conversation_style not in STYLES:
+            raise DataError(f"conversation_style must be {' or '.join(STYLES)}, not '{conversation_style}'.")
+        self.conversation_column = conversation_column
+        self.conversation_style = conversation_style
+        self.new_system_prompt = new_system_prompt
+        self.masking_strategy = masking_strategy
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats of rows that are read, see :func:`formats_of`."""
+        if self.conversation_style is None:
+            return tuple(CONVERSATION_FORMATS.values())
+        return (CONVERSATION_FORMATS[self.conversation_style],)
+
+    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
+        name, style = self._reading(sample)
+        _, transform, key = STYLES[style]
+        convert = transform(
+            column_map={key: name}, new_system_prompt=self.new_system_prompt, masking_strategy=self.masking_strategy
+        )
+        return convert(sample)
+
+    def _reading(self, sample: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the column and the format of the row's conversation."""
+        if self.conversation_column is not None and self.conversation_style is not None:
+            return self.conversation_column, self.conversation_style
+        columns = sample
+        if self.conversation_column is not None:
+            columns = {self.conversation_column: column(sample, self.conversation_column)}
+        readings = conversations_of(columns)
+        if self.conversation_style is not None:
+            readings = [(name, style) for name, style in readings if style == self.conversation_style]
+        if len(readings) > 1:
+            settings = [f"conversation_column={name} conversation_style={style}" for name, style in readings[:2]]
+            raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")
+        if not readings:
+            if self.conversation_column is not None:
+                return self.conversation_column, "openai"  # whose transform says what is wrong with the column
+            raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
+        return readings[0]
 
 
 def read_label(value: Any) -> bool | None:

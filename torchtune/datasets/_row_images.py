@@ -1,7 +1,7 @@
 """Images of rows, and their checks before training."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +18,16 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._data_files import location_of
+from torchtune.datasets._data_files import location_of, undecoded_records
 from torchtune.datasets._processes import in_parts
-from torchtune.datasets._row_source import TableRows, without_added_nulls
-from torchtune.datasets._tokenized import Tokenize, arrays_of
+from torchtune.datasets._tokenized import arrays_of, columns_of
 from torchtune.tokenizers import tool_options
+from torchtune.utils import sign_of_life
 
 
-class EncodedRows(TableRows):
-    """Rows of a ``datasets.Dataset`` in which images stay encoded, as ``{"bytes", "path"}``.
-
-    Args:
-        table: a ``datasets.Dataset``.
-    """
-
-    def __init__(self, table: Any) -> None:
-        super().__init__(table.with_format("arrow"))
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return without_added_nulls(self.table[index].to_pylist()[0])
-
-
-def encoded(rows: Any, message_transform: Any) -> Any:
-    """Return rows of a table as :class:`EncodedRows` if ``message_transform`` accepts encoded images."""
-    if not getattr(message_transform, "takes_encoded_images", False):
-        return rows
-    table = rows
-    if isinstance(rows, TableRows):
-        table = rows.table
-    is_table = hasattr(table, "with_format") and hasattr(table, "features")  # a datasets.Dataset
-    if not is_table:
-        return rows
-    return EncodedRows(table)
+def takes_encoded_images(message_transform: Any) -> bool:
+    """Return whether a message transform reads the images of a table as bytes or paths, without decoding them."""
+    return getattr(message_transform, "takes_encoded_images", False)
 
 
 def images_of(sample: Mapping[str, Any]) -> list[Any]:
@@ -164,13 +139,23 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
         DataError: some rows cannot be trained on and are not skipped.
     """
 
-    def noted(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [{"": {"note": check(row)}}]  # a sample without tokens
+    def check_part(start: int, part: Any) -> tuple[list[Any], list[tuple[int, str]]]:
+        notes = []
+        reasons = []
+        for index, row in enumerate(undecoded_records(part), start):
+            sign_of_life(f"row {index}")
+            try:
+                notes.append(check(columns_of(row)))
+            except DataError as error:
+                reasons.append((index, str(error)))
+            except RecursionError:
+                reasons.append((index, "it is nested too deeply"))
+        return notes, reasons
 
     notes = []
-    for _, facts in in_parts(rows, Tokenize(noted, names=[])):
-        notes += facts["notes"]
-        for index, reason in facts["bad"]:
+    for notes_of_part, reasons in in_parts(rows, check_part):
+        notes += notes_of_part
+        for index, reason in reasons:
             bad.add(index, reason)
     bad.check()
     return notes

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import check_read_in_preview, limit_to_preview
 from torchtune.datasets._data_files import (
     FileRows,
     file_names,
@@ -26,7 +27,6 @@ from torchtune.datasets._data_files import (
 )
 from torchtune.datasets._file_formats import LOADERS
 from torchtune.datasets._fingerprint import Fingerprint
-from torchtune.datasets._preview import check_read_in_preview, limit_to_preview
 from torchtune.utils import first_line
 
 # Name of a Hub dataset, folder, file or loader; or rows in memory.
@@ -58,6 +58,23 @@ class TableRows:
     def select(self, indices: Sequence[int]) -> "TableRows":
         """Return the rows at ``indices``."""
         return type(self)(self.table.select(indices))
+
+
+class EncodedRows(TableRows):
+    """Rows of a ``datasets.Dataset`` in which images stay encoded, as ``{"bytes", "path"}``.
+
+    Args:
+        table: a ``datasets.Dataset``.
+    """
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(table.with_format("arrow"))
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return without_added_nulls(self.table[index].to_pylist()[0])
 
 
 def without_added_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +147,8 @@ class RowSource:
         self._kwargs = kwargs.copy()
         self._rows: Any = None  # unfiltered rows in memory, or loaded and filtered rows
         self._is_in_memory = not isinstance(source, str | Path)
-        # A call, so that configs are checked against the arguments of `load_rows`.
+        # Rows of a name are loaded when they are needed: a run whose token rows are cached reads none. But the call of
+        # `load_rows` is made here: the check of a config follows **kwargs into the calls of a function, not its copies.
         self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
         if self._is_in_memory:
             self._rows = _rows_in_memory(source, kwargs.copy())
@@ -139,14 +157,24 @@ class RowSource:
             self._source = str(source)
             self.name = str(kwargs.get("data_files") or source)
 
-    def rows(self) -> Any:
-        """Load the rows at the first call and return them; raise :class:`DataError` as :func:`load_rows` does."""
+    def rows(self, *, encoded_images: bool = False) -> Any:
+        """Load the rows at the first call and return them.
+
+        Args:
+            encoded_images: leave the images of a ``datasets.Dataset`` as bytes or paths, instead of decoding them.
+
+        Raises:
+            DataError: see :func:`load_rows`.
+        """
         if self._is_in_memory:
             check_read_in_preview(self.name, is_remote=False)  # a check of settings has no tokenizer
             rows = _filtered(self._rows, self._filter, self._filter_kwargs, self.name)
         else:
             rows = self._loaded()
-        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())  # of a datasets.Dataset
+        is_table = hasattr(rows, "with_format") and hasattr(rows, "features")  # a datasets.Dataset
+        if is_table and encoded_images:
+            return EncodedRows(rows)
+        schema = getattr(getattr(rows, "features", None), "arrow_schema", ())
         has_mappings = any("struct<" in str(field.type) for field in schema)
         if has_mappings:
             return TableRows(rows)
@@ -158,17 +186,23 @@ class RowSource:
             self._rows = self._load()
         return self._rows
 
-    def add_to(self, fingerprint: Fingerprint) -> None:
-        """Add the content of the rows to a fingerprint. Loads Hub datasets, but not local files.
+    def fingerprint(self, depends_on: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint of prepared rows, of this source and of what else they depend on.
+
+        Hub datasets are loaded for it, but not local files.
+
+        Args:
+            depends_on: name -> value of everything that determines the prepared rows, except the source.
 
         Raises:
             DataError: a file is missing, or see :func:`load_rows`.
         """
+        fingerprint = Fingerprint(depends_on)
         fingerprint.add("filter", [self._filter, self._filter_kwargs])
         if self.skips:
             fingerprint.add("on_bad_row", "skip")
         if not self._is_in_memory and self._add_local_files(fingerprint):
-            return
+            return fingerprint
         rows = self._rows
         if not self._is_in_memory:
             rows = self._loaded()
@@ -177,6 +211,7 @@ class RowSource:
             fingerprint.add("data", table_fingerprint)
         else:
             fingerprint.add_rows("data", rows)
+        return fingerprint
 
     def _add_local_files(self, fingerprint: Fingerprint) -> bool:
         """Add the content of local files to a fingerprint; return False, and add nothing, for a remote source."""

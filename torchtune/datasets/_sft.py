@@ -14,34 +14,32 @@ from torchtune.data import (
     DataError,
     InputOutputToMessages,
     MaskingName,
-    MaskingStrategy,
     Message,
     Transform,
     as_messages,
+    check_answers,
     check_column_map,
-    column,
     copy_sample,
     read_row_weight,
     resolve_masking,
     validate_messages,
     warn_of_similar_columns,
 )
-from torchtune.datasets._bad_rows import BadRows, check_answers, report_left_out
+from torchtune.datasets._bad_rows import BadRows, report_left_out
+from torchtune.datasets._command_modes import is_preparing
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._row_cache import is_preparing
-from torchtune.datasets._row_formats import CONVERSATION_FORMATS, STYLES, conversations_of, formats_of
+from torchtune.datasets._row_formats import ConversationToMessages, formats_of
 from torchtune.datasets._row_images import (
     check_images,
     check_rows,
-    encoded,
     images_of,
     row_error,
+    takes_encoded_images,
     with_open_images,
 )
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import (
-    LabeledSamples,
     Tokenize,
     TokenizedDataset,
     arrays_of,
@@ -49,6 +47,9 @@ from torchtune.datasets._tokenized import (
     shifted_labels,
 )
 from torchtune.tokenizers import ModelTokenizer, check_tokenizer, tool_options
+
+# Form of a row's tokens: as the model transform returns them, as arrays, or of a conversation whose images stay closed.
+Form = Literal["lists", "arrays", "text"]
 
 
 class SFTTransform(Transform):
@@ -94,35 +95,28 @@ class SFTTransform(Transform):
         Raises:
             DataError: a transform rejects the row.
         """
-        return self._tokenized(self.messages(sample), lambda transform, messages: transform(messages))
+        return self._row(self.messages(sample), "lists")
 
     def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``self(sample)``, with arrays instead of lists if the model transform supports them."""
-        return self._tokenized(self.messages(sample), arrays_of)
+        return self._row(self.messages(sample), "arrays")
 
     def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the result of :meth:`as_arrays` for each conversation into which the tokenizer splits the row."""
         sample = self.messages(sample)
         conversations = self.model_transform.conversations(sample["messages"])
-        return [self._tokenized({**sample, "messages": messages}, arrays_of) for messages in conversations]
+        return [self._row({**sample, "messages": messages}, "arrays") for messages in conversations]
 
-    def _tokenized(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
-        """Return a row of a sample with messages; ``tokenize`` calls the model transform with it."""
-        return with_label_weights(sample, lambda sample: self._labeled(sample, tokenize))
+    def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
+        """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
 
-    def _labeled(self, sample: Mapping[str, Any], tokenize: Callable[..., Any]) -> dict[str, Any]:
-        """Return the outputs of the model transform, with labels in the place of its mask."""
-        if self.model_transform is not None:
-            # Transforms to patches open the images themselves; others receive Pillow images.
-            if not getattr(self.model_transform, "gives_patches", False):
-                sample = with_open_images(sample)
-            sample = tokenize(self.model_transform, sample)
-        sample = copy_sample(sample, "the model transform")
-        if "tokens" not in sample or "mask" not in sample:
-            outputs = ", ".join(map(str, sample)) or "nothing"
-            raise DataError(f"the model transform gives {outputs}, but 'tokens' and 'mask' are needed")
-        sample["labels"] = shifted_labels(sample["tokens"], sample.pop("mask"))
-        return sample
+        Image files are opened, and decoded if ``decode``. Raises :class:`DataError`.
+        """
+        sample = self.messages(sample)
+        images = check_images(sample, decode)  # before the text, so that a broken image is the reason that is given
+        if "messages" not in sample:
+            raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
+        return {**self._row(sample, "text"), "note": images}
 
     def messages(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return the input of the model transform, with images as in the row; raise :class:`DataError` if invalid."""
@@ -142,54 +136,52 @@ class SFTTransform(Transform):
                 check_answers(sample["messages"])
         return sample
 
-    def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
-        """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
+    def _row(self, sample: Mapping[str, Any], form: Form) -> dict[str, Any]:
+        """Return the tokens and labels of a sample with messages, and weights of the labels that are not all 1.
 
-        Image files are opened, and decoded if ``decode``. Raises :class:`DataError`.
+        Tokenizers only know whether a turn is trained on. So a conversation with several weights is labeled once more
+        for each weight, with the turns of other weights masked.
         """
-        sample = self.messages(sample)
-        images = check_images(sample, decode)  # before the text, so that a broken image is the reason that is given
-        if "messages" not in sample:
-            raise DataError(f"the message transform gives {', '.join(map(str, sample)) or 'nothing'}, not 'messages'")
-        options = tool_options(self.model_transform, sample.get("tools"))
+        row = self._labeled(sample, form)
+        if not isinstance(sample.get("messages"), list | tuple):  # the model transform reads something else
+            return row
+        messages = as_messages(sample["messages"])
+        weights = {message.weight for message in messages if not message.masked}
+        if weights <= {1.0}:
+            return row
+        label_weights = np.ones(len(row["labels"]), np.float32)
+        for weight in weights:
+            labels = row["labels"]
+            if len(weights) > 1:
+                turns_of_weight = [copy(message) for message in messages]
+                for message in turns_of_weight:
+                    message.masked = message.masked or message.weight != weight
+                labels = self._labeled({**sample, "messages": turns_of_weight}, form)["labels"]
+            label_weights[np.asarray(labels) != CROSS_ENTROPY_IGNORE_IDX] = weight
+        row["label_weights"] = label_weights
+        return row
 
-        def labeled(sample: Mapping[str, Any]) -> dict[str, Any]:
+    def _labeled(self, sample: Mapping[str, Any], form: Form) -> dict[str, Any]:
+        """Return the outputs of the model transform for a sample, with labels in the place of its mask."""
+        if form == "text":
+            options = tool_options(self.model_transform, sample.get("tools"))
             tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
             return {"tokens": tokens, "labels": shifted_labels(tokens, mask)}
-
-        return {**with_label_weights(sample, labeled), "note": images}
-
-
-def with_label_weights(
-    sample: Mapping[str, Any], labeled: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return ``labeled(sample)``, with ``label_weights`` if turns that are trained on have another weight than 1.
-
-    Tokenizers only know whether a turn is trained on. So the conversation is labeled once for each weight, with the
-    turns of other weights masked.
-
-    Args:
-        sample: a row with ``messages``.
-        labeled: tokenizes such a row; returns ``tokens``, ``labels`` and possibly more.
-    """
-    row = labeled(sample)
-    if not isinstance(sample.get("messages"), list | tuple):
+        if self.model_transform is not None:
+            # Transforms to patches open the images themselves; others receive Pillow images.
+            gives_patches = getattr(self.model_transform, "gives_patches", False)
+            if not gives_patches and images_of(sample):
+                sample = with_open_images(sample)
+            if form == "arrays":
+                sample = arrays_of(self.model_transform, sample)
+            else:
+                sample = self.model_transform(sample)
+        row = copy_sample(sample, "the model transform")
+        if "tokens" not in row or "mask" not in row:
+            outputs = ", ".join(map(str, row)) or "nothing"
+            raise DataError(f"the model transform gives {outputs}, but 'tokens' and 'mask' are needed")
+        row["labels"] = shifted_labels(row["tokens"], row.pop("mask"))
         return row
-    messages = as_messages(sample["messages"])
-    weights = {message.weight for message in messages if not message.masked}
-    if weights <= {1.0}:
-        return row
-    label_weights = np.ones(len(row["labels"]), np.float32)
-    for weight in weights:
-        labels = row["labels"]
-        if len(weights) > 1:
-            turns_of_weight = [copy(message) for message in messages]
-            for message in turns_of_weight:
-                message.masked = message.masked or message.weight != weight
-            labels = labeled({**sample, "messages": turns_of_weight})["labels"]
-        label_weights[np.asarray(labels) != CROSS_ENTROPY_IGNORE_IDX] = weight
-    row["label_weights"] = label_weights
-    return row
 
 
 class RowsOnReading:
@@ -203,7 +195,7 @@ class RowsOnReading:
     def __init__(self, source: RowSource, transform: SFTTransform) -> None:
         self._source = source
         self._transform = transform
-        self._rows = encoded(source.rows(), transform.message_transform)
+        self._rows = source.rows(encoded_images=takes_encoded_images(transform.message_transform))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and further outputs; raise :class:`DataError`, with the row's place."""
@@ -310,26 +302,20 @@ class SFTDataset(TokenizedDataset):
         # Such a transform tokenizes text alone, so that all rows are checked and measured before training.
         takes_images = bool(getattr(model_transform, "takes_images", False))
         is_exact = True
-
-        def load() -> Any:
-            rows = row_source.rows()
-            if takes_images:
-                return encoded(rows, message_transform)
-            return rows
-
         if takes_images:
-            tokenize = partial(transform.text, decode=row_source.skips)
+            tokenize_row = partial(transform.text, decode=row_source.skips)
             # The fingerprint does not cover which images are broken.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
-            tokenize = transform.all_arrays
+            tokenize_row = transform.all_arrays
         else:
-            tokenize = transform.as_arrays
+            tokenize_row = transform.as_arrays
+        tokenize = Tokenize(tokenize_row, tokenizer=model_transform, limit=limit, side=side, has_notes=takes_images)
         rows = prepare_rows(
             row_source,
-            Tokenize(LabeledSamples(tokenize, limit, side, has_notes=takes_images), ["rows"], model_transform),
+            tokenize,
             {"dataset": type(self), "masks and columns": message_transform, "tokenizer": model_transform, **checks},
-            load=load,
+            encoded_images=takes_images and takes_encoded_images(message_transform),
             formats=formats_of(message_transform),
             is_exact=is_exact,
         )
@@ -437,71 +423,6 @@ def sft_dataset(
     if length is None:
         return dataset
     return PackedDataset(dataset, max_seq_len=length)
-
-
-class ConversationToMessages(Transform):
-    """Transform of a conversation in OpenAI or ShareGPT format, which finds column and format in each row.
-
-    Args:
-        conversation_column: column of the conversation; None: the only one that holds a conversation.
-        conversation_style: ``"openai"`` or ``"sharegpt"``; None: that of the first turn.
-        new_system_prompt: system prompt that replaces the conversation's system turn.
-        masking_strategy: see :func:`torchtune.data.mask_messages`.
-
-    Raises:
-        DataError: the style is unknown; when called, a row has no conversation, or several.
-    """
-
-    takes_encoded_images = True  # encoded files need not be decoded first
-
-    def __init__(
-        self,
-        conversation_column: str | None,
-        conversation_style: str | None,
-        new_system_prompt: str | None,
-        masking_strategy: MaskingStrategy,
-    ) -> None:
-        if conversation_style is not None and conversation_style not in STYLES:
-            raise DataError(f"conversation_style must be {' or '.join(STYLES)}, not '{conversation_style}'.")
-        self.conversation_column = conversation_column
-        self.conversation_style = conversation_style
-        self.new_system_prompt = new_system_prompt
-        self.masking_strategy = masking_strategy
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """Formats of rows that are read, see :func:`formats_of`."""
-        if self.conversation_style is None:
-            return tuple(CONVERSATION_FORMATS.values())
-        return (CONVERSATION_FORMATS[self.conversation_style],)
-
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``{"messages": [...]}``, and what else the transform of the format returns."""
-        name, style = self._reading(sample)
-        _, transform, key = STYLES[style]
-        convert = transform(
-            column_map={key: name}, new_system_prompt=self.new_system_prompt, masking_strategy=self.masking_strategy
-        )
-        return convert(sample)
-
-    def _reading(self, sample: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the column and the format of the row's conversation."""
-        if self.conversation_column is not None and self.conversation_style is not None:
-            return self.conversation_column, self.conversation_style
-        columns = sample
-        if self.conversation_column is not None:
-            columns = {self.conversation_column: column(sample, self.conversation_column)}
-        readings = conversations_of(columns)
-        if self.conversation_style is not None:
-            readings = [(name, style) for name, style in readings if style == self.conversation_style]
-        if len(readings) > 1:
-            settings = [f"conversation_column={name} conversation_style={style}" for name, style in readings[:2]]
-            raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")
-        if not readings:
-            if self.conversation_column is not None:
-                return self.conversation_column, "openai"  # whose transform says what is wrong with the column
-            raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
-        return readings[0]
 
 
 def chat_dataset(

@@ -9,98 +9,19 @@ bit. Packs are made of the joined rows, as a run makes them of any prepared rows
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtune.data import DataError
+from torchtune.datasets._command_modes import SHARDS, Shard, preparing
 from torchtune.datasets._fingerprint import Fingerprint, differences_of
-from torchtune.datasets._processes import ROWS
-from torchtune.datasets._row_cache import SHARDS, cached_rows, describe_differences, preparing
+from torchtune.datasets._row_cache import cache_entry, describe_differences
 from torchtune.datasets._token_store import PreparedRows, RowWriter, fingerprint_of, read_batches
-from torchtune.utils import UserError, read_json, write_json
+from torchtune.utils import read_json, write_json
 
 _MANIFEST = "manifest.json"
 _FOLDER_NAME = re.compile(r"(\d+)-of-(\d+)")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of several parts of the rows of a source.
-
-    Args:
-        index: number of the shard, counted from 0.
-        count: number of shards.
-    """
-
-    index: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Shard":
-        """Return the shard of a text such as ``0/4``; raise :class:`UserError` if there is no such shard."""
-        match = re.fullmatch(r"(\d+)/(\d+)", text)
-        if match is None:
-            raise UserError(f"--shard {text} is not a shard: give its number and the number of shards, such as 0/4.")
-        shard = cls(int(match[1]), int(match[2]))
-        if shard.count == 0:
-            raise UserError(f"--shard {text} is one of no shards: give the number of shards, such as 0/4.")
-        if shard.index >= shard.count:
-            raise UserError(
-                f"--shard {text} does not exist: shards are counted from 0, and the last is "
-                f"{shard.count - 1}/{shard.count}."
-            )
-        return shard
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    def folder(self, output: Path) -> Path:
-        """Return the folder of the shard in the output folder of a preparation."""
-        return output / SHARDS / f"{self.index}-of-{self.count}"
-
-    def rows(self, total: int) -> range:
-        """Return the shard's rows of a source with ``total`` rows; none if there are fewer batches than shards."""
-        batches = -(-total // ROWS)  # rounded up
-        first_batch = batches * self.index // self.count
-        end_batch = batches * (self.index + 1) // self.count
-        return range(first_batch * ROWS, min(end_batch * ROWS, total))
-
-
-class ShardWritten(Exception):
-    """Raised in the place of a dataset that would have the rows of a shard alone.
-
-    A dataset checks, counts and packs its rows, which a part of them need not allow.
-
-    Args:
-        record: source, fingerprints, counts, files and checksum of the rows, for the manifest.
-    """
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        super().__init__(f"the rows of {record['source']} were written to a shard")
-        self.record = record
-
-
-_current: ContextVar[Shard | None] = ContextVar("shard", default=None)
-
-
-@contextmanager
-def preparing_shard(output: Path, shard: Shard) -> Iterator[None]:
-    """Make datasets write the rows of a shard inside the block and raise :class:`ShardWritten`."""
-    token = _current.set(shard)
-    try:
-        with preparing(shard.folder(output)):
-            yield
-    finally:
-        _current.reset(token)
-
-
-def current_shard() -> Shard | None:
-    """Return the shard of the active :func:`preparing_shard` block."""
-    return _current.get()
 
 
 def record_of(source: str, fingerprint: Fingerprint, rows: PreparedRows) -> dict[str, Any]:
@@ -163,8 +84,9 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
                 f"tokenizes than this one: join them with that version, or prepare all of them again, the first with "
                 f"{_command(output, first_manifest, shards[0])}"
             )
-        with preparing(output):
-            cached_rows(fingerprint, record["source"], _Joining(output, first_manifest, records))
+        with preparing(output), cache_entry(fingerprint, record["source"]) as entry:
+            if entry.writer is not None:  # an interrupted call may have joined this dataset
+                _copy_batches(output, first_manifest, records, entry.writer)
         totals = {"rows": 0, "left_out": 0, "tokens": 0}
         for shard_record in records.values():
             for name in totals:
@@ -173,30 +95,26 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
     return joined
 
 
-class _Joining:
-    """Callable that copies the batches of all shards, in order.
+def _copy_batches(
+    output: Path, manifest: Mapping[str, Any], records: Mapping[Shard, Mapping[str, Any]], writer: RowWriter
+) -> None:
+    """Copy the batches of all shards, in order, behind those that an interrupted call has copied.
 
     Args:
         output: output folder of the preparation.
         manifest: manifest of any shard, for the command in messages.
         records: the dataset's record of each shard, in order.
+        writer: writes the joined rows.
+
+    Raises:
+        DataError: a shard is damaged.
     """
-
-    def __init__(self, output: Path, manifest: Mapping[str, Any], records: Mapping[Shard, Mapping[str, Any]]) -> None:
-        self._output = output
-        self._manifest = manifest
-        self._records = records
-
-    def __call__(self, writer: RowWriter) -> bool:
-        """Copy the batches behind those that an interrupted call has copied.
-
-        Raises:
-            DataError: a shard is damaged.
-        """
-        copied_before = len(writer.before.sums)  # batches
-        for shard, record in self._records.items():
-            sums = []
-            for batch, facts in self._batches(shard, record):
+    copied_before = len(writer.before.sums)  # batches
+    for shard, record in records.items():
+        folder = shard.folder(output) / record["fingerprint"]
+        sums = []
+        for name in sorted(record["files"]):  # in the order in which they were written
+            for batch, facts in read_batches(folder / name):
                 sums.append([facts["rows"], facts["crc"]])
                 if facts["rows"] == 0:  # the only batch of a shard without rows
                     continue
@@ -204,16 +122,9 @@ class _Joining:
                     copied_before -= 1
                     continue
                 writer.write(batch, facts)
-            # Only known now: a check in advance would read all shards twice.
-            if fingerprint_of(sums) != record["checksum"]:
-                raise _damaged(self._output, self._manifest, shard, "its checksum is another")
-        return True
-
-    def _batches(self, shard: Shard, record: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield the batches of a shard with their facts, in the order in which they were written."""
-        folder = shard.folder(self._output) / record["fingerprint"]
-        for name in sorted(record["files"]):
-            yield from read_batches(folder / name)
+        # Only known now: a check in advance would read all shards twice.
+        if fingerprint_of(sums) != record["checksum"]:
+            raise _damaged(output, manifest, shard, "its checksum is another")
 
 
 def _shards_in(output: Path) -> list[Shard]:
@@ -247,7 +158,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
     missing: list[Shard] = []
     unreadable: list[Shard] = []
     for shard in shards:
-        path = shard.folder(output) / _MANIFEST
+        path = shard.folder(output) / _MANIFEST  # written last: a shard without it is not complete
         if not path.is_file():
             missing.append(shard)
             continue
@@ -292,6 +203,7 @@ def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]])
         if fingerprints[shard] == most_frequent:
             continue
         differences = []
+        # Datasets that only one of both shards has are not compared: without another difference, their number is it.
         for record, agreed in zip(manifest["datasets"], manifests[agreeing]["datasets"], strict=False):
             differences += differences_of(record["made_of"], agreed["made_of"])
         described = "another number of datasets"

@@ -17,14 +17,14 @@ import pyarrow as pa
 
 from torchtune.data import DataError, ExampleDataset, make_random_state, seeded_generators
 from torchtune.datasets._bad_rows import list_left_out, num_left_out
+from torchtune.datasets._command_modes import NotRead, is_preview
 from torchtune.datasets._data_files import local_files, matching, plain_files, refuse_shrunk, resolve_source
 from torchtune.datasets._file_formats import FileFormat, JsonArray, JsonLines, Line, decode_row, packed_by, unpacking
 from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenly, whole_rows
-from torchtune.datasets._preview import NotRead, is_preview
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import LabeledSamples, Tokenize
+from torchtune.datasets._tokenized import Tokenize
 from torchtune.utils import UserError, first_line, get_logger, log_once, log_rank_zero
 
 _EDGE = 1 << 20
@@ -410,7 +410,7 @@ class StreamedDataset(ExampleDataset):
         if filter_kwargs is not None:
             raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = Tokenize(LabeledSamples(transform, limit, side), ["rows"], tokenizer)
+        self._tokenize = Tokenize(transform, tokenizer=tokenizer, limit=limit, side=side)
         self._longest: int | None = None  # tokens of a row that the model reads
         self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
         self._filter = filter_fn

@@ -3,7 +3,7 @@
 Labels are the tokens to predict at each position, or -100 where no token is trained on. A transform to messages masks
 turns (:func:`torchtune.data.mask_messages`), the tokenizer masks the tokens of these turns, and :func:`shifted_labels`
 turns tokens and mask into labels. Other places that decide on labels: ``datasets/_text_completion.py`` labels all
-tokens, ``tokenizers/_hf_model_tokenizer.py`` masks the earlier turns of split conversations,
+tokens, ``tokenizers/_earlier_reasoning.py`` masks the earlier turns of split conversations,
 ``models/_image_transform.py`` masks turns with images, and ``rlhf/_rollouts.py`` labels answers.
 """
 
@@ -19,13 +19,13 @@ from tqdm import tqdm
 
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
-from torchtune.datasets._data_files import undecoded
+from torchtune.datasets._command_modes import ShardWritten, current_shard
+from torchtune.datasets._data_files import undecoded_records
 from torchtune.datasets._file_formats import Line, decode_row
-from torchtune.datasets._fingerprint import Fingerprint
 from torchtune.datasets._processes import in_parts
-from torchtune.datasets._row_cache import cached_rows
+from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
-from torchtune.datasets._shards import ShardWritten, current_shard, record_of
+from torchtune.datasets._shards import record_of
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
 from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
 
@@ -138,10 +138,16 @@ class Tokenize:
     """Callable that tokenizes consecutive rows.
 
     Args:
-        samples: row -> its samples, each a mapping from the name of a store to ``tokens``, ``labels`` and optionally
-            ``label_weights`` and ``note``; None if a sample has more than these, such as images.
-        names: names of the stores.
-        tokenizer: the tokenizer that ``samples`` calls; its ``take_omitted``, if any, says what it leaves out of a row.
+        transform: row -> a sample, or a list of samples: mappings with ``tokens``, ``labels`` and optionally
+            ``label_weights``.
+        tokenizer: the tokenizer that ``transform`` calls; its ``take_omitted``, if any, says what it leaves out of a
+            row.
+        limit: maximum row length in tokens that ``transform`` truncates to, for messages.
+        side: side that ``transform`` truncates, ``"right"`` or ``"left"``, for messages.
+        has_notes: whether samples may have a ``note`` (plain data), which is stored with the tokens.
+        needs_labels: whether a sample without labels is left out, and a row without any other sample is refused.
+        answers: names of the texts of a sample, which is a mapping from these names to texts with ``tokens`` and so on;
+            each name is that of a store. By default, a sample is one text, of the store ``rows``.
 
     Attributes:
         longest: maximum number of tokens of a row; None for no limit.
@@ -149,14 +155,27 @@ class Tokenize:
 
     def __init__(
         self,
-        samples: Callable[[Any], Sequence[Mapping[str, Mapping[str, Any]]] | None],
-        names: Sequence[str],
+        transform: Callable[[Mapping[str, Any]], Any],
+        *,
         tokenizer: Any = None,
+        limit: int | None = None,
+        side: str = "right",
+        has_notes: bool = False,
+        needs_labels: bool = True,
+        answers: Sequence[str] = (),
     ) -> None:
-        self._samples = samples
-        self.names = names
-        self.longest: int | None = None
+        self._transform = transform
         self._take_omitted: Callable[[], list[str]] = getattr(tokenizer, "take_omitted", list)
+        self._limit = limit
+        self._reason = "the prompt is too long"
+        if side != "right":
+            self._reason = "what is trained on comes before the cut"
+        self._outputs = {"tokens", "labels", "label_weights"}
+        if has_notes:
+            self._outputs.add("note")
+        self._needs_labels = needs_labels
+        self._answers = answers
+        self.longest: int | None = None
 
     def __call__(
         self, start: int, rows: Iterable[Any], location: Callable[[int], str] = "row {}".format
@@ -168,18 +187,24 @@ class Tokenize:
             outputs besides tokens, such as images.
         """
         columns: dict[str, list[np.ndarray]] = {}
-        for name in self.names:
+        for name in self._answers or ("rows",):
             columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
-        for index, row in enumerate(undecoded(rows), start):
+        for index, record in enumerate(undecoded_records(rows), start):
             sign_of_life(location(index))
             facts["rows"] += 1
             self._take_omitted()  # forget what it left out of other texts, such as a preview of the layout
             try:
-                samples = self._samples(_columns(row))
-                if samples is None:
+                row = columns_of(record)
+                samples = self._transform(row)
+                if not isinstance(samples, list):
+                    samples = [samples]
+                if self._has_other_outputs(samples, row):
                     return None
-                token_rows = [self._checked(sample) for sample in samples]  # all of them, before any is added
+                if self._needs_labels:
+                    samples = self._with_labels(samples)
+                # All of them, before any is added: a row is trained on as a whole, or not at all.
+                token_rows = [self._checked(self._texts(sample)) for sample in samples]
             except DataError as error:
                 facts["bad"].append((index, str(error)))
                 continue
@@ -190,20 +215,41 @@ class Tokenize:
                 facts["omitted"].setdefault(kind, []).append(index)
             for sample, token_row in zip(samples, token_rows, strict=True):
                 facts["numbers"].append(index)
-                for entry in sample.values():  # of each store
-                    if "note" in entry:
-                        facts["notes"].append(entry["note"])
+                for text in self._texts(sample):
+                    if "note" in self._outputs and "note" in text:
+                        facts["notes"].append(text["note"])
                 # The columns stand in the order of the arrays of a token row.
                 for column, values in zip(columns.values(), token_row, strict=True):
                     column.append(values)
         sign_of_life()
         return make_batch(columns), facts
 
-    def _checked(self, sample: Mapping[str, Mapping[str, Any]]) -> list[np.ndarray]:
-        """Return tokens, labels and label weights of each store ``[s]``; raise :class:`DataError` for invalid ones."""
+    def _has_other_outputs(self, samples: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> bool:
+        """Return whether a sample has outputs that are neither stored nor columns of the row, such as images.
+
+        Such rows are transformed when they are read.
+        """
+        if self._answers:
+            return False
+        return any(sample.keys() - {*self._outputs, *row} for sample in samples)
+
+    def _with_labels(self, samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the samples that have a label; raise :class:`DataError` if there are none."""
+        labeled = [sample for sample in samples if has_label(sample)]
+        if not labeled:
+            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
+        return labeled
+
+    def _texts(self, sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Return the texts of a sample, one for each store."""
+        if not self._answers:
+            return [sample]
+        return [sample[name] for name in self._answers]
+
+    def _checked(self, texts: Sequence[Mapping[str, Any]]) -> list[np.ndarray]:
+        """Return tokens, labels and label weights of each text ``[s]``; raise :class:`DataError` for invalid ones."""
         token_row: list[np.ndarray] = []
-        for name in self.names:
-            text = sample[name]
+        for text in texts:
             tokens, labels = check_row(text["tokens"], text["labels"])
             label_weights = check_label_weights(text.get("label_weights"), labels)
             token_row += [tokens, labels, label_weights]
@@ -212,7 +258,7 @@ class Tokenize:
         return token_row
 
 
-def _columns(row: Any) -> Mapping[str, Any]:
+def columns_of(row: Any) -> Mapping[str, Any]:
     """Return a row's columns; raise :class:`DataError` if it is no mapping or has text that cannot be encoded."""
     if isinstance(row, Line):
         return decode_row(row)
@@ -227,63 +273,12 @@ def _columns(row: Any) -> Mapping[str, Any]:
     return row
 
 
-class LabeledSamples:
-    """Callable that returns the samples of a row with labels, for :class:`Tokenize`; the name of the store is ``rows``.
-
-    Args:
-        transform: row -> ``tokens``, ``labels`` and optionally ``label_weights`` and ``note``, or a list of such
-            samples.
-        limit: maximum row length in tokens that the transform truncates to, for the error message.
-        side: side that the transform truncates, ``"right"`` or ``"left"``, for the error message.
-        has_notes: whether the transform returns a ``note`` as well.
-    """
-
-    def __init__(
-        self,
-        transform: Callable[[Mapping[str, Any]], Any],
-        limit: int | None,
-        side: str = "right",
-        has_notes: bool = False,
-    ) -> None:
-        self._transform = transform
-        self._limit = limit
-        self._outputs = ["tokens", "labels"]
-        if has_notes:
-            self._outputs.append("note")
-        self._reason = "the prompt is too long"
-        if side != "right":
-            self._reason = "what is trained on comes before the cut"
-
-    def __call__(self, row: Mapping[str, Any]) -> list[dict[str, Mapping[str, Any]]] | None:
-        """Return the samples; None if one has outputs that are neither tokens nor columns of the row.
-
-        Raises:
-            DataError: no sample has a label.
-        """
-        samples = self._transform(row)
-        if not isinstance(samples, list):
-            samples = [samples]
-        # Other outputs, such as images, are not stored: such rows are transformed when they are read.
-        if any(sample.keys() - {*self._outputs, "label_weights", *row} for sample in samples):
-            return None
-        trained = [sample for sample in samples if has_label(sample)]
-        if not trained:
-            raise DataError(NO_LABEL + why_no_label(samples[0], self._limit, self._reason))
-        texts = []
-        for sample in trained:
-            text = {name: sample[name] for name in self._outputs}
-            if "label_weights" in sample:
-                text["label_weights"] = sample["label_weights"]
-            texts.append({"rows": text})
-        return texts
-
-
 def prepare_rows(
     source: RowSource,
     tokenize: Tokenize,
     depends_on: Mapping[str, Any],
     *,
-    load: Callable[[], Any] | None = None,
+    encoded_images: bool = False,
     skip_setting: str = "on_bad_row=skip",
     formats: Collection[str] = (),
     is_exact: bool = True,
@@ -294,7 +289,7 @@ def prepare_rows(
         source: the source.
         tokenize: tokenizes the rows.
         depends_on: name -> value of everything that determines the token rows, except the source.
-        load: loads the rows; by default from the source.
+        encoded_images: whether the transform opens the images of a table itself, see :meth:`RowSource.rows`.
         skip_setting: the setting that skips rows that cannot be trained on, for messages.
         formats: formats of rows that the dataset reads, for messages; empty if it may read any.
         is_exact: whether ``depends_on`` is complete, so that other runs can reuse the token rows.
@@ -306,21 +301,18 @@ def prepare_rows(
         DataError: some rows cannot be trained on and are not skipped; the message names up to ten.
         ShardWritten: a shard was prepared (:func:`preparing_shard`).
     """
-    shard = current_shard()
-    fingerprint = Fingerprint(depends_on)
-    source.add_to(fingerprint)
+    shard = current_shard()  # None in a run: set while `tune data prepare --shard` prepares a part of the rows
+    fingerprint = source.fingerprint(depends_on)
     fingerprint.is_exact = fingerprint.is_exact and is_exact
-    load = load or source.rows
-
-    def write(writer: RowWriter) -> bool:
-        rows = load()
-        bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
-        numbers = range(len(rows))
-        if shard is not None:
-            numbers = shard.rows(len(rows))
-        return _write_rows(rows, numbers, tokenize, bad, writer)
-
-    token_rows = cached_rows(fingerprint, source.name, write, source.prepared)
+    with cache_entry(fingerprint, source.name, source.prepared) as entry:
+        if entry.writer is not None:  # the cache does not have the rows yet
+            rows = source.rows(encoded_images=encoded_images)
+            bad = BadRows(source.name, rows, skips=source.skips, skip_setting=skip_setting, formats=formats)
+            numbers = range(len(rows))
+            if shard is not None:
+                numbers = shard.rows(len(rows))
+            entry.is_stored = _write_rows(rows, numbers, tokenize, bad, entry.writer)
+    token_rows = entry.rows
     # The dataset of rows with images says why they cannot be prepared.
     if shard is not None and token_rows is not None and not token_rows.notes:
         raise ShardWritten(record_of(source.name, fingerprint, token_rows))

@@ -16,9 +16,9 @@ from torchtune.data import (
     image_column,
     read_conversation,
 )
+from torchtune.datasets._command_modes import is_preview
 from torchtune.datasets._file_formats import LOADERS, suffix_of
 from torchtune.datasets._packed import PackedDataset, pack_length
-from torchtune.datasets._preview import is_preview
 from torchtune.datasets._row_source import Source
 from torchtune.datasets._sft import SFTDataset, SFTTransform
 

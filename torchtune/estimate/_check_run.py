@@ -175,13 +175,13 @@ class _RunCheck:
             self._model = self._attempt(_build_model, cfg)
         if self._model is not None:
             if self._has("quantizer") and (self._has("optimizer") or self._checkpointer is not None):
-                # A recipe that trains quantizes the weights that it has trained, others those of the checkpoint.
+                # A recipe that trains simulates the format. Others quantize a checkpoint, which must not be quantized.
                 source = None
                 if not self._has("optimizer"):
                     source = self._attempt(self._checkpointer.source)
                 self._attempt(lambda: check_quantizer(config.instantiate(cfg.quantizer), self._model, source))
             self._attempt(_check_images, cfg, self._model)
-            if not cfg.resize_token_embeddings:
+            if not cfg.resize_token_embeddings:  # else the number of rows to divide is known with the tokenizer
                 self._attempt(_check_parallel, cfg, self._model, self._dims)
             if hasattr(self._checkpointer, "check_model"):
                 self._attempt(self._checkpointer.check_model, self._model)

@@ -19,10 +19,9 @@ from torch import nn
 
 from torchtune.config import SettingsView
 from torchtune.estimate._ledger import COMPONENTS, PHASES, Moment, Peak, highest_by_phase
-from torchtune.estimate._observer import Observer, Work, magnitude
+from torchtune.estimate._observer import Observer, Work, magnitude, stacks
 from torchtune.estimate._plan import arrange, build_on_meta, count_parameters, other_models, row_length
 from torchtune.estimate._simulate import Kept, simulate, simulated_cluster, simulated_kind
-from torchtune.estimate._simulated_inputs import stacks
 from torchtune.supervision import StepPlan
 from torchtune.training import OffloadActivations
 from torchtune.training.parallel import ParallelDims
@@ -132,6 +131,7 @@ def estimate_run(
             choices = choose_layers(models, _group(cfg), ends=ends, first=first)
         runs = []
         for weight, layers in choices:
+            # All micro-batches of a step need the same work and memory: one stands for them.
             observer = simulate(main, settings, processes, length=length, kept=layers, models=models, micro_batches=1)
             runs.append((weight, observer))
     depth = _depth(models["model"])
@@ -220,6 +220,7 @@ def choose_layers(
         # Both simulations keep the remainder, the second also the quotient.
         return sum(2 * (count % factor) + count // factor for count in counts)
 
+    # The factor with the fewest simulated groups. One above all counts leaves the difference empty.
     factor = min(range(1, max(counts, default=0) + 2), key=count_simulated)
 
     def keep(times: int) -> Kept:

@@ -63,7 +63,10 @@ class Candidate:
 
 
 def _levers(cfg: SettingsView, processes: int, *, with_last_resorts: bool, has_experts: bool) -> list[list[Option]]:
-    """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings."""
+    """Return the options of every lever: overrides, and the slowdown of a step relative to the initial settings.
+
+    The slowdowns are those of typical runs. They only order the combinations that are not simulated yet.
+    """
     levers = {
         "gradient_accumulation_steps": _micro_batches(cfg),
         "enable_activation_checkpointing": _recomputing(cfg),
@@ -84,6 +87,7 @@ def _levers(cfg: SettingsView, processes: int, *, with_last_resorts: bool, has_e
         levers["tensor_parallel_dim"] = _parallel_sizes(cfg, processes, "tensor_parallel_dim", 1.2, shard)
         levers["context_parallel_dim"] = _parallel_sizes(cfg, processes, "context_parallel_dim", 1.15, shard)
         levers["fsdp_cpu_offload"] = _switch("fsdp_cpu_offload", 3.0)
+    # A recipe may lack a setting.
     return [_relative_to_settings(cfg, options) for key, options in levers.items() if cfg.can_set(key)]
 
 

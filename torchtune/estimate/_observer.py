@@ -14,18 +14,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
 from torchtune.estimate._ledger import Ledger, storages, weighted_sum
-from torchtune.estimate._simulated_inputs import stacks
-from torchtune.estimate._torch_private import (
+from torchtune.modules.model_fusion import ImageTextModel
+from torchtune.modules.transformer import text_decoder
+from torchtune.supervision import attention_pairs
+from torchtune.utils import (
     FakeTensor,
     TorchDispatchMode,
     fsdp_groups,
     group_named,
+    is_on_host,
     shape_propagation,
     tree_leaves,
     unset_fake_temporarily,
 )
-from torchtune.supervision import attention_pairs
-from torchtune.utils import is_on_host
 
 _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -82,6 +83,14 @@ class Work:
         for name in vars(total):  # all attributes are counters
             setattr(total, name, weighted_sum((factor, getattr(work, name)) for factor, work in works))
         return total
+
+
+def stacks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of a model that have ``layers``: its text decoder and its vision tower, by name."""
+    modules = {"text": text_decoder(model)}
+    if isinstance(model, ImageTextModel):
+        modules["vision"] = model.encoder
+    return {name: module for name, module in modules.items() if hasattr(module, "layers")}
 
 
 def magnitude(layer: torch.nn.Module) -> int:
@@ -146,7 +155,11 @@ class Observer(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Run an operator, with placeholders for values that a fake tensor lacks."""
+        """Run an operator, with placeholders for values that a fake tensor lacks.
+
+        The placeholders let a step go on as with ordinary data: no flag is raised, nothing is empty, and a selection
+        keeps all rows, which takes the most memory.
+        """
         packet = func._overloadpacket
         first = None
         if args:
@@ -187,7 +200,7 @@ class Observer(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(work, func, args, kwargs, inputs)
             return
-        if not outputs or _is_view(func):
+        if not outputs or _is_view(func):  # launches no kernel
             return
         if func in _COPIES:
             sides = {self.ledger.is_on_host(tensor) for tensor in (*inputs, *outputs)}

@@ -319,7 +319,7 @@ class BatchServer:
         """Sample the answers of a batch, and hand each token to its job."""
         model = self._models[batch.model_name]
 
-        def more(_: Batch) -> list[Request]:
+        def admit_newcomers(_: Batch) -> list[Request]:
             newcomers = self._admit_jobs(batch)
             self._tell_ranks(newcomers)
             return newcomers
@@ -333,7 +333,7 @@ class BatchServer:
             draw=partial(self._draw, batch),
             ends=lambda index, token: index in batch.ended_indices,
             processors=lambda index: batch.jobs[index].sampling.logits_processors,
-            more=more,
+            more=admit_newcomers,
         )
         with closing(steps):
             for ((indices, tokens, log_probs),) in steps:  # one step: the server checks every token

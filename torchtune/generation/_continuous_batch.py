@@ -356,10 +356,10 @@ class Batch:
             return self._prefill(newcomers)
         if not self._rows:
             # This rank is finished and others are not: run one token for the collectives.
-            self._fit(1, 1)
+            self._make_room(1, 1)
             tokens = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             return self._run(tokens, tokens, None, None, Place()), []
-        self._fit(0, max(row.limit - row.count for row in self._rows))
+        self._make_room(0, max(row.limit - row.count for row in self._rows))
         first = min(row.start for row in self._rows)
         # On the host, which would wait for positions on the device.
         positions = [self._end - 1 - row.start + row.offset for row in self._rows]
@@ -493,7 +493,7 @@ class Batch:
         room = max(request.limit for request in newcomers)
         for row in self._rows:
             room = max(room, row.limit - row.count)
-        self._fit(longest + 1, room)
+        self._make_room(longest + 1, room)
         stop = self._end - 1  # the last column stays free for the first new token
         rows = []
         for index, request in enumerate(newcomers, count):
@@ -538,24 +538,24 @@ class Batch:
                 first_layer_keys, _ = request.past[0]  # [n_kv, s, hd]
                 num_known = first_layer_keys.shape[1]
             new = max(new, len(request.tokens) - num_known)
-        count = len(self._rows) - len(newcomers)
+        num_earlier = len(self._rows) - len(newcomers)  # rows of the batch before the new ones
         columns = torch.arange(stop - new, stop, device=self._device)  # [new]
-        starts = self._starts[count:, None]  # [m, 1]
-        input_pos = columns - starts + self._offsets[count:, None]  # [m, new]
+        starts = self._starts[num_earlier:, None]  # [m, 1]
+        input_pos = columns - starts + self._offsets[num_earlier:, None]  # [m, new]
         saves_nothing = new * len(newcomers) >= sum(lengths)
         if saves_nothing or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         # This path runs text alone: an image whose tokens are among the new columns needs its encoder.
         if any(len(request.tokens) - new < request.images_end for request in newcomers):
             return None
-        for row, request in enumerate(newcomers, count):
+        for row, request in enumerate(newcomers, num_earlier):
             for cache, past in zip(self._caches, request.past or [], strict=False):
                 cache.write(row, self._rows[row].start, *past)
         first = stop - max(lengths)
         keys = torch.arange(first, stop, device=self._device)  # [t]
         mask = (keys >= starts[..., None]) & (keys <= columns[:, None])  # [m, 1, t] & [new, t] -> [m, new, t]
-        x = self._tokens[count : len(self._rows), columns]  # [m, new]
-        return self._run(x, input_pos, mask, None, Place(count, first, stop - new))
+        x = self._tokens[num_earlier : len(self._rows), columns]  # [m, new]
+        return self._run(x, input_pos, mask, None, Place(num_earlier, first, stop - new))
 
     def _run_whole(self, row: int, first: int, end: int) -> Tensor:
         """Return logits ``[m, v]`` after the columns ``first`` to ``end`` of all rows from ``row`` on."""
@@ -673,8 +673,8 @@ class Batch:
         for cache in self._caches:
             cache.copy_rows(source, target, first, self._end)
 
-    def _fit(self, end: int, room: int) -> None:
-        """Make the rows end at column ``end`` or later, with a free column after it.
+    def _make_room(self, end: int, room: int) -> None:
+        """Move the rows to end at column ``end`` or later, with a free column after it, and set up the caches once.
 
         Args:
             end: columns needed for the prompts of new rows.
@@ -837,7 +837,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that removes the model's KV caches and restores them on exit."""
+    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit."""
     attentions = attention_modules(model)
     caches = [(module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)

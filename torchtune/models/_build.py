@@ -112,7 +112,9 @@ def _residual_scale(d: Description, scale: float) -> nn.Module | None:
     if d.has_post_norm:
         return _norm(d, d.embed_dim)
     scale *= d.residual_scale
-    return Multiplier(scale) if scale != 1.0 else None
+    if scale == 1.0:
+        return None
+    return Multiplier(scale)
 
 
 def _layer(
@@ -127,8 +129,10 @@ def _layer(
         mixer = None
     elif d.kv_latent_dim:
         attn = _latent_attention(d, layer, rope)
+    elif layer in d.window_layers:
+        attn = _attention(d, layer, window_rope)
     else:
-        attn = _attention(d, layer, window_rope if layer in d.window_layers else rope)
+        attn = _attention(d, layer, rope)
 
     mlp: FeedForward | MoE | None = None
     if layer in d.expert_layers:
@@ -205,8 +209,9 @@ def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> 
     head_dim, num_kv_heads = d.attn_heads(layer)
     q_dim = d.num_heads * head_dim
     kv_dim = num_kv_heads * head_dim
-    # With a gate, the projection of queries returns it beside each head.
-    q_proj_dim = 2 * q_dim if d.attn_gate else q_dim
+    q_proj_dim = q_dim
+    if d.attn_gate:
+        q_proj_dim = 2 * q_dim  # the projection of queries returns the gate beside each head
     scale = d.attn_scale
     if d.key_scale != 1.0:
         # A factor of the keys is a factor of the scores.
@@ -214,6 +219,7 @@ def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> 
     q_norm = None
     k_norm = None
     if d.has_qk_norm:
+        # A norm is over all heads together, or over each head.
         q_norm = _norm(d, q_proj_dim if d.qk_norm_whole else head_dim)
         if has_keys:
             k_norm = _norm(d, kv_dim if d.qk_norm_whole else head_dim)

@@ -97,7 +97,9 @@ def image_text_family(
         "image_processor": processor.from_config,
         **attributes,
     }
-    return ModelSpec(**values) if text is None else replace(text, **values)
+    if text is None:
+        return ModelSpec(**values)
+    return replace(text, **values)
 
 
 def build_tower(v: VisionDescription) -> VisionTower:
@@ -175,8 +177,10 @@ def tower_layer(v: VisionDescription, rope: nn.Module | None = None) -> Transfor
 
 def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
     """Build the projector of the tower's output, or with ``deep`` of the output of one of its layers."""
-    # A token is the mean of its patches, or their concatenation.
-    merged_dim = v.embed_dim if v.merge_pools else v.embed_dim * v.merge**2
+    if v.merge_pools:
+        merged_dim = v.embed_dim  # a token is the mean of its patches
+    else:
+        merged_dim = v.embed_dim * v.merge**2  # their concatenation
     input_dim = merged_dim
     reduce: nn.Module | None = None
     if v.merge_reduces:
@@ -191,13 +195,15 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
     if v.projector_dim:
         down_proj = nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias)
         mlp = FeedForward(gate_proj=mlp, down_proj=down_proj, activation=nn.GELU())
-    norms_merged = deep or v.merge_pools  # otherwise, each patch is normalized before it is merged
-    norm = _norm(v.merge_norm, merged_dim if norms_merged else v.embed_dim, v.merge_norm_eps)
+    norms: dict[str, nn.Module] = {}
+    if deep or v.merge_pools:
+        norms["merged_norm"] = _norm(v.merge_norm, merged_dim, v.merge_norm_eps)
+    else:  # each patch is normalized before it is merged
+        norms["norm"] = _norm(v.merge_norm, v.embed_dim, v.merge_norm_eps)
     return PatchMerger(
         v.merge,
         mlp,
-        norm=None if norms_merged else norm,
-        merged_norm=norm if norms_merged else None,
+        **norms,
         reduce=reduce,
         channels_first=v.merge_channels_first,
         pools=v.merge_pools,
@@ -265,7 +271,9 @@ def part_of_module(path: str) -> str:
     """Return the part of a model that a parameter or module belongs to, from its dotted path."""
     if path.startswith("decoder."):
         return "language_model"
-    return "projector" if "projector" in path else "vision_tower"
+    if "projector" in path:
+        return "projector"
+    return "vision_tower"
 
 
 def image_text_model(

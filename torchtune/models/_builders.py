@@ -1,32 +1,27 @@
-"""Builders of models, ``x()``, ``lora_x(...)`` and ``qlora_x(...)``, from a family's table of sizes, and of tokenizers.
+"""Builders of models, ``x()``, ``lora_x(...)`` and ``qlora_x(...)``, from a family's table of sizes.
 
-A builder is an ordinary function with a signature, annotations and a docstring. That of a model calls
-:func:`torchtune.models.build`; that of a tokenizer has the arguments of its class that YAML can express.
+A builder is an ordinary function with a signature, annotations and a docstring, which calls
+:func:`torchtune.models.build`.
 """
 
 import inspect
 import re
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from torch import nn
 
-from torchtune.data import TemplateType, get_prompt_template
 from torchtune.models._build import build
-from torchtune.models._description import Description, Llama3RopeScaling
+from torchtune.models._description import Description
 from torchtune.models._spec import ModelSpec
 from torchtune.modules.output_projection import classifier_model
 from torchtune.modules.transformer import TransformerDecoder
-from torchtune.tokenizers import parse_hf_tokenizer_json
 
 LoraAttnModules = list[Literal["q_proj", "k_proj", "v_proj", "output_proj"]]
 Builder = Callable[..., TransformerDecoder]
 Model = TypeVar("Model", bound=nn.Module)
-Tokenizer = TypeVar("Tokenizer")
 
 
 def model_builders(
@@ -40,7 +35,7 @@ def model_builders(
     """Make the builders ``x``, ``lora_x`` and ``qlora_x`` for every row ``x`` of a family's table.
 
     Args:
-        module: ``__name__`` of the module that exports the builders; they become its attributes.
+        module: ``__name__`` of the module that exports the builders.
         title: name of the family in docstrings, for example ``"Llama 3"``.
         spec: the model family.
         sizes: builder name -> description.
@@ -69,7 +64,7 @@ def model_builders(
             f"{model_name} with LoRA adapters over a 4-bit base",
             quantize_base=True,
         )
-    return export(module, builders)
+    return builders
 
 
 def _size_builder(spec: ModelSpec, description: Description, tie_option: bool) -> Builder:
@@ -138,7 +133,7 @@ def component_builders(
     """Make the builders of a family from the sizes of a model, such as ``llama3`` and ``lora_llama3``.
 
     Args:
-        module: ``__name__`` of the module that exports the builders; they become its attributes.
+        module: ``__name__`` of the module that exports the builders.
         name: name of the plain builder; the one with adapters is ``lora_<name>``.
         title: name of the family in docstrings.
         spec: the model family.
@@ -176,7 +171,7 @@ def component_builders(
     )
     lora_name = f"lora_{name}"
     lora = lora_builder(builder, lora_name, module, f"a {title} decoder with LoRA adapters from its sizes")
-    return export(module, {name: builder, lora_name: lora})
+    return {name: builder, lora_name: lora}
 
 
 def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
@@ -184,12 +179,6 @@ def scale_hidden_dim_for_mlp(dim: int, multiple_of: int = 256) -> int:
     hidden_dim = int(2 * (4 * dim) / 3)
     num_multiples = -(-hidden_dim // multiple_of)  # rounded up
     return num_multiples * multiple_of
-
-
-def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
-    """Make a description with Llama 3.1's RoPE scaling; a ``scale_factor`` of None disables scaling."""
-    scaling = None if scale_factor is None else Llama3RopeScaling(factor=scale_factor)
-    return Description(rope_scaling=scaling, **sizes)
 
 
 _LORA_DOC = """
@@ -314,12 +303,12 @@ _CLASSIFIER_NOTE = "Use torchtune.modules.classifier_model instead."
 
 
 def classifier_builders(module: str, bases: Mapping[str, Builder]) -> dict[str, Callable[..., nn.Module]]:
-    """Make the classifier variants ``x_classifier`` of builders ``x``, as attributes of a module."""
+    """Make the classifier variants ``x_classifier`` of builders ``x``, which ``module`` exports."""
     builders = {}
     for base_name, base in bases.items():
         name = f"{base_name}_classifier"
         builders[name] = _classifier_builder(base, name, module)
-    return export(module, builders)
+    return builders
 
 
 def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., nn.Module]:
@@ -355,107 +344,6 @@ def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., 
     builder.__signature__ = signature
     doc = f"Build :func:`{base.__name__}` with ``num_classes`` outputs. {_CLASSIFIER_NOTE}"
     return named_function(builder, name, module, doc)
-
-
-# Arguments that every builder takes by position, because builders of earlier releases did.
-_POSITIONAL = ("prompt_template", "truncation_type")
-_TEMPLATE_DOC = "prompt_template: dotted path of a template, or a mapping role -> [text before, text after]."
-
-
-def tokenizer_builder(
-    tokenizer: type[Tokenizer], name: str, title: str, *, first: str = "path", **defaults: Any
-) -> Callable[..., Tokenizer]:
-    """Make the builder of a tokenizer class, with the arguments that YAML can express.
-
-    ``special_tokens`` becomes ``special_tokens_path``; ``prompt_template`` becomes a dotted path or a mapping.
-
-    Args:
-        tokenizer: class of the tokenizer.
-        name: name of the new function.
-        title: name of the family in docstrings.
-        first: argument that comes first in the builder.
-        **defaults: arguments with a default that differs from the class.
-    """
-    class_parameters = inspect.signature(tokenizer).parameters
-    argument_docs = _argument_docs(tokenizer)
-    parameters = []
-    docs = {}
-    for argument in dict.fromkeys([first, *class_parameters]):
-        parameter = class_parameters[argument]
-        doc = argument_docs[argument]
-        if argument == "special_tokens":
-            parameter = parameter.replace(name="special_tokens_path", default=None, annotation=str | None)
-            doc = f"special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace {title}'s."
-        elif argument == "prompt_template":
-            default = None
-            if parameter.default is not None:
-                template = type(parameter.default)
-                default = f"{template.__module__}.{template.__name__}"
-            parameter = parameter.replace(default=default, annotation=TemplateType | None)
-            doc = _TEMPLATE_DOC
-        if argument in _POSITIONAL:
-            parameter = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if argument in defaults:
-            parameter = parameter.replace(default=defaults[argument])
-        parameters.append(parameter)
-        docs[parameter.name] = doc
-    parameters.sort(key=lambda parameter: parameter.kind)  # a stable sort: keyword-only arguments come last
-    signature = inspect.Signature(parameters, return_annotation=tokenizer)
-
-    def builder(*args: Any, **kwargs: Any) -> Tokenizer:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        settings = dict(bound.arguments)
-        special_tokens_path = settings.pop("special_tokens_path", None)
-        if special_tokens_path is not None:
-            settings["special_tokens"] = parse_hf_tokenizer_json(special_tokens_path)
-        settings["prompt_template"] = get_prompt_template(settings["prompt_template"])
-        return tokenizer(**settings)
-
-    builder.__signature__ = signature
-    doc = f"Build the tokenizer of {title}.\n\n    Args:"
-    for parameter in parameters:
-        doc += f"\n        {docs[parameter.name]}"
-    doc += "\n\n    Raises:\n        DataError: a file is missing or broken.\n    "
-    return named_function(builder, name, tokenizer.__module__, doc)
-
-
-def with_defaults(init: Callable[..., None], **defaults: Any) -> Callable[..., None]:
-    """Return a constructor with other defaults, for a subclass."""
-    init_signature = inspect.signature(init)
-    parameters = []
-    for name, parameter in init_signature.parameters.items():
-        if name in defaults:
-            parameter = parameter.replace(default=defaults[name])
-        parameters.append(parameter)
-    signature = init_signature.replace(parameters=parameters)
-
-    @wraps(init)
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        init(*bound.args, **bound.kwargs)
-
-    __init__.__signature__ = signature
-    return __init__
-
-
-def _argument_docs(tokenizer: type) -> dict[str, str]:
-    """Return argument -> its entry in the ``Args`` section of the class or of a base class."""
-    docs = {}
-    for base in reversed(tokenizer.__mro__):
-        section = (inspect.getdoc(base) or "").partition("Args:")[2].partition("\n\n")[0]
-        # An entry starts at an indent of four; lines with a deeper indent continue it.
-        for entry in re.split(r"\n    (?! )", section)[1:]:
-            docs[entry.partition(":")[0]] = entry.replace("\n", "\n    ")
-    return docs
-
-
-def export(module: str, builders: dict[str, Builder]) -> dict[str, Builder]:
-    """Make builders attributes of a module, as if the module had defined them, and return the builders."""
-    # The module is still being imported, so that it is in sys.modules but not yet an attribute of its package.
-    vars(sys.modules[module]).update(builders)
-    return builders
 
 
 def named_function(function: Builder, name: str, module: str, doc: str) -> Builder:

@@ -525,7 +525,8 @@ class Description:
         """Layers with a key projection."""
         if self.kv_latent_dim:
             return ()
-        return self._layers_without(self.shared_kv, among=self.attn_layers)
+        shared_kv = self.shared_kv
+        return tuple(layer for layer in self.attn_layers if layer not in shared_kv)
 
     @property
     def value_layers(self) -> tuple[int, ...]:
@@ -537,22 +538,27 @@ class Description:
     @property
     def sa_norm_layers(self) -> tuple[int, ...]:
         """Layers with a norm before attention or a mixer."""
-        return self._layers_without(self.attnless_layers) if self.has_pre_norm else ()
+        if not self.has_pre_norm:
+            return ()
+        return self._layers_without(self.attnless_layers)
 
     @property
     def mlp_norm_layers(self) -> tuple[int, ...]:
         """Layers with ``mlp_norm``, a norm before the feed-forward."""
         if not self.has_pre_norm:
             return ()
-        layers = self._layers_without(self.mlpless_layers)
-        # Experts and shared expert then have norms of their own.
-        return self._layers_without(self.expert_layers, among=layers) if self.expert_norms else layers
+        excluded = {*self.mlpless_layers}
+        if self.expert_norms:  # experts and shared expert have norms of their own
+            excluded.update(self.expert_layers)
+        return self._layers_without(excluded)
 
     @property
     def attn_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
-        layers = self._layers_without(self.attnless_layers)
-        return layers if self.mixer_beside_attn else self._layers_without(self.mixer_layers, among=layers)
+        excluded = {*self.attnless_layers}
+        if not self.mixer_beside_attn:
+            excluded.update(self.mixer_layers)
+        return self._layers_without(excluded)
 
     @property
     def mixer_has_norm(self) -> bool:
@@ -562,18 +568,18 @@ class Description:
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """Layers with a mixture of experts."""
-        return self._layers_without((*self.expertless_layers, *self.mlpless_layers)) if self.num_experts else ()
+        if not self.num_experts:
+            return ()
+        return self._layers_without({*self.expertless_layers, *self.mlpless_layers})
 
     @property
     def mlp_layers(self) -> tuple[int, ...]:
         """Layers with a dense feed-forward."""
-        return self._layers_without((*self.expert_layers, *self.mlpless_layers))
+        return self._layers_without({*self.expert_layers, *self.mlpless_layers})
 
-    def _layers_without(self, excluded: Collection[int], among: Collection[int] | None = None) -> tuple[int, ...]:
-        """Return the layers ``among`` some, by default all, that are not excluded."""
-        excluded = set(excluded)
-        layers = range(self.num_layers) if among is None else among
-        return tuple(layer for layer in layers if layer not in excluded)
+    def _layers_without(self, excluded: Collection[int]) -> tuple[int, ...]:
+        """Return the layers that are not excluded."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in excluded)
 
     @property
     def q_dim(self) -> int:

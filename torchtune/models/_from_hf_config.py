@@ -243,7 +243,8 @@ def from_hf_config(
         'llama...'
     """
     path = local_path(checkpoint_dir, "model.checkpoint_dir")
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {checkpoint_dir}: give the folder of the checkpoint.")
     config = text_config(read_json(path, ModelError), images)

@@ -263,7 +263,9 @@ class HFFormat:
                 config["problem_type"] = description.problem_type
         attention_flag, mlp_flag = self.bias_fields
         if self.biases == "attention_bias":
-            config[attention_flag] = description.attn_output_bias if self.output_bias else description.q_bias
+            config[attention_flag] = description.q_bias
+            if self.output_bias:  # the flag includes it
+                config[attention_flag] = description.attn_output_bias
         if self.has_mlp_bias:
             config[mlp_flag] = description.mlp_bias
         config |= self.write_more(description)

@@ -269,5 +269,8 @@ def write_mamba(mixer: Mamba2Mixer) -> dict[str, Any]:
     config = {name: getattr(mixer, attribute) for name, attribute, _ in _MAMBA_SIZES}
     config["mamba_d_head"] = mixer.head_dim
     if (mixer.dt_min, mixer.dt_max) != (0.0, math.inf):
-        config["time_step_limit"] = [mixer.dt_min, _INFINITY if mixer.dt_max == math.inf else mixer.dt_max]
+        largest: Any = mixer.dt_max
+        if largest == math.inf:
+            largest = _INFINITY
+        config["time_step_limit"] = [mixer.dt_min, largest]
     return config

@@ -192,7 +192,8 @@ def _read_growth(fields: Fields, field_name: str, rope: dict[str, Any]) -> dict[
 
 def _positive(fields: Fields, name: str, value: Any, default: float = 0.0) -> float:
     """Return the value, or the default if it is None, as a number above 0."""
-    value = default if value is None else value
+    if value is None:
+        value = default
     if not is_number(value) or value <= 0:
         raise fields.refusal(name, value)
     return float(value)

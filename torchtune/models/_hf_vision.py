@@ -145,7 +145,9 @@ class ImageTextFormat:
         # Time, row and column alternate until a coordinate has all of its pairs; time has the others.
         for pair in range(num_pairs):
             axis = pair % 3
-            axes.append(axis if pair < 3 * sections[axis] else 0)
+            if pair >= 3 * sections[axis]:  # the coordinate has all of its pairs
+                axis = 0
+            axes.append(axis)
         return tuple(axes)
 
     def write(self, d: ImageTextDescription) -> dict[str, Any]:
@@ -166,7 +168,9 @@ class ImageTextFormat:
         vision_config: dict[str, Any] = {"model_type": self.vision_type}
         for name, attribute, _ in self.tower_fields:
             value = getattr(d.vision, attribute)
-            vision_config[name] = HF_ACTIVATION_NAMES[value] if attribute == "activation" else value
+            if attribute == "activation":
+                value = HF_ACTIVATION_NAMES[value]
+            vision_config[name] = value
         for name, attribute in self.derived.items():
             vision_config[name] = getattr(d.vision, attribute)
         if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:

@@ -115,7 +115,9 @@ class ShortConvMixer(Mixer):
 
     def problem(self) -> str | None:
         """Return an error message if the settings are invalid, otherwise None."""
-        return f"conv_taps must be at least 1, got {self.conv_taps}" if self.conv_taps < 1 else None
+        if self.conv_taps < 1:
+            return f"conv_taps must be at least 1, got {self.conv_taps}"
+        return None
 
     def build(self, embed_dim: int, norm_eps: float) -> nn.Module:
         """Build the module of one layer."""

@@ -8,17 +8,18 @@ can be converted separately. Usually a group is one tensor on either side; a fus
 and several of ours; stacked experts are several external tensors and one of ours. Conversion is streamed: only
 incomplete groups are in memory.
 
-Reading::
+Reading from files, group by group, only the slice of each tensor that is needed::
 
-    spec.weight_map("hf").to_tune(iterator of (name, tensor), description)  # yields (our name, tensor)
+    for group in weight_map.select(names_in_files, description):
+        for name in group.tune:
+            group.read(name, slices, target, shapes, read_slice)  # fills target with a slice of our tensor
 
-or, with random access to the source, group by group::
+or from a stream of full tensors::
 
-    for group in weight_map.select(names_in_checkpoint, description):
-        for name, tensor in zip(group.tune, group.to_tune([read(n) for n in group.external])):
-            ...
+    weight_map.to_tune(iterator of (external name, tensor), description)  # yields (our name, tensor)
 
-Writing works the same with ``to_external``. For adapters, ``weight_map.peft()`` maps between our adapter names and
+Writing is the inverse: ``group.op.external_slices`` says where the slices of our tensors belong, and ``to_external``
+converts full tensors. For adapters, ``weight_map.peft()`` maps between our adapter names and
 PEFT's, derived from the same rows.
 """
 
@@ -49,7 +50,7 @@ Slices = tuple[slice, ...]
 
 def is_empty(slices: Slices) -> bool:
     """Return whether a slice is empty, for example a rank's shard if there are more ranks than rows."""
-    return any(part.stop <= part.start for part in slices)
+    return any(dim.stop <= dim.start for dim in slices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,12 @@ class ExternalSlice:
 
     def of(self, ours: Tensor) -> Tensor:
         """Return the values of the external slice from our slice."""
-        values = ours if self.rows is None else ours[self.rows]
-        return values.transpose(-1, -2) if self.transposed else values
+        values = ours
+        if self.rows is not None:
+            values = ours[self.rows]
+        if self.transposed:
+            values = values.transpose(-1, -2)
+        return values
 
     def fill(self, ours: Tensor, value: Tensor) -> None:
         """Copy the values of the external slice to our slice."""
@@ -138,8 +143,10 @@ class Op(ABC):
             external = int(tensors[start])
             first = int(rows[start]) - (ends[external] - shapes[external][0])
             our_rows = order[start:stop]
-            is_contiguous = bool((our_rows.diff() == 1).all())
-            index = slice(int(our_rows[0]), int(our_rows[0]) + len(our_rows)) if is_contiguous else our_rows
+            index: Tensor | slice = our_rows
+            if bool((our_rows.diff() == 1).all()):  # consecutive: a slice is a view, an index would copy
+                first_of_ours = int(our_rows[0])
+                index = slice(first_of_ours, first_of_ours + len(our_rows))
             external_rows = slice(first, first + stop - start)
             external_slices.append(ExternalSlice(external, (external_rows, *slices[1:]), index))
         return external_slices
@@ -275,7 +282,7 @@ class Group:
         slices: Slices,
         target: Tensor,
         shapes: Sequence[Sequence[int]],
-        source: Callable[[str, Slices], Tensor],
+        read_slice: Callable[[str, Slices], Tensor],
     ) -> None:
         """Fill ``target`` with a slice of one of our tensors, reading only the required data.
 
@@ -284,10 +291,12 @@ class Group:
             slices: the slice.
             target: tensor with the shape of the slice.
             shapes: shapes of the external tensors, in the order of ``external``.
-            source: reads a slice of an external tensor.
+            read_slice: reads a slice of an external tensor, by its name.
         """
-        for part in self.external_slices(name, slices, shapes):
-            part.fill(target, source(self.external[part.external], part.slices))
+        for external_slice in self.external_slices(name, slices, shapes):
+            external_name = self.external[external_slice.external]
+            value = read_slice(external_name, external_slice.slices)
+            external_slice.fill(target, value)
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
         """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""
@@ -590,8 +599,9 @@ def _holds(condition: str, description: Description, layer: int | None) -> bool:
     holds = bool(value)
     if isinstance(value, Sequence | frozenset):  # the indices of the layers in which it holds
         holds = layer in value
-    is_negated = condition.startswith("!")
-    return not holds if is_negated else holds
+    if condition.startswith("!"):
+        return not holds
+    return holds
 
 
 # Cached, because a conversion asks for the table at every tensor; 32 is more than the models of a run.

@@ -266,7 +266,10 @@ class ExpertAdapter(Op):
         # Where our matrix lies along the channels of the external one: a has all of them, b a block of the diagonal.
         inside = everything
         if is_b:
-            num_channels = shape_a[1] if self.swapped else shape_b[0]
+            if self.swapped:
+                num_channels = shape_a[1]
+            else:
+                num_channels = shape_b[0]
             width = num_channels // self.parts
             inside = slice(part * width, (part + 1) * width)
         external_slices: list[ExternalSlice] = []
@@ -281,7 +284,10 @@ class ExpertAdapter(Op):
                 )
             return external_slices
         for channel in range(rank):  # of the external B, in which the columns of a LoRA channel are consecutive
-            our_rows = (everything, channel) if is_b else (everything, everything, channel)
+            if is_b:
+                our_rows = (everything, channel)
+            else:
+                our_rows = (everything, everything, channel)
             first_column = (part * rank + channel) * num_experts
             columns = slice(first_column + experts.start, first_column + experts.stop)
             external_slices.append(
@@ -340,7 +346,11 @@ class FusedExperts(Op):
         if is_empty(slices):
             return []
         experts, in_channels, out_channels = slices
-        first = which * shapes[0][1 if self.transpose else 2] // self.parts
+        if self.transpose:
+            num_fused = shapes[0][1]
+        else:
+            num_fused = shapes[0][2]
+        first = which * num_fused // self.parts
         fused_channels = slice(first + out_channels.start, first + out_channels.stop)
         if self.transpose:
             external = (experts, fused_channels, in_channels)
@@ -357,8 +367,9 @@ class FusedExperts(Op):
             experts, _, matrix = template.rpartition(".")
             adapters.append(f"{experts}.lora_{matrix.removesuffix('_proj')}")
         # peft wraps the parameters of a module one inside another, in their order: down_proj is the outermost.
-        is_outermost = row.tune_templates[0].endswith(".down_proj")
-        module = f"{PEFT_PREFIX}{block}.{'experts' if is_outermost else 'experts.base_layer'}"
+        module = f"{PEFT_PREFIX}{block}.experts"
+        if not row.tune_templates[0].endswith(".down_proj"):
+            module += ".base_layer"
         external = (f"{module}.lora_A.weight", f"{module}.lora_B.weight")
         lora_a = tuple(f"{adapter}_a" for adapter in adapters)
         lora_b = tuple(f"{adapter}_b" for adapter in adapters)

@@ -6,7 +6,7 @@ Llama 2, trained further on sequences of 16,384 tokens, for which its RoPE base 
 
 from dataclasses import replace
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models.llama2 import SIZES as LLAMA2
 from torchtune.models.llama2 import SPEC as LLAMA2_SPEC
 
@@ -28,15 +28,14 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Code Llama", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-code_llama2_7b: Builder
-lora_code_llama2_7b: Builder
-qlora_code_llama2_7b: Builder
-code_llama2_13b: Builder
-lora_code_llama2_13b: Builder
-qlora_code_llama2_13b: Builder
-code_llama2_34b: Builder
-lora_code_llama2_34b: Builder
-qlora_code_llama2_34b: Builder
+code_llama2_7b = BUILDERS["code_llama2_7b"]
+lora_code_llama2_7b = BUILDERS["lora_code_llama2_7b"]
+qlora_code_llama2_7b = BUILDERS["qlora_code_llama2_7b"]
+code_llama2_13b = BUILDERS["code_llama2_13b"]
+lora_code_llama2_13b = BUILDERS["lora_code_llama2_13b"]
+qlora_code_llama2_13b = BUILDERS["qlora_code_llama2_13b"]
+code_llama2_34b = BUILDERS["code_llama2_34b"]
+lora_code_llama2_34b = BUILDERS["lora_code_llama2_34b"]
+qlora_code_llama2_34b = BUILDERS["qlora_code_llama2_34b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -38,10 +38,14 @@ def get_mapped_key(key: str, mapping_dict: dict[str, str]) -> str:
         WeightMapError: the name is not in the table.
     """
     number = re.search(r"\.(\d+)\.", key)
-    template = key if number is None else key[: number.start(1)] + "{}" + key[number.end(1) :]
+    template = key
+    if number is not None:
+        template = key[: number.start(1)] + "{}" + key[number.end(1) :]
     if template not in mapping_dict:
         raise WeightMapError(f"The table of names has no entry '{template}' for the tensor '{key}'.")
-    return mapping_dict[template] if number is None else mapping_dict[template].format(number[1])
+    if number is None:
+        return mapping_dict[template]
+    return mapping_dict[template].format(number[1])
 
 
 def describe_state_dict(

@@ -7,7 +7,7 @@ Sigmoid routers have a selection bias and groups of experts; every layer with ex
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, YarnRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -96,12 +96,11 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "DeepSeek", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-deepseek_v3: Builder
-lora_deepseek_v3: Builder
-qlora_deepseek_v3: Builder
-moonlight_16b_a3b: Builder
-lora_moonlight_16b_a3b: Builder
-qlora_moonlight_16b_a3b: Builder
+deepseek_v3 = BUILDERS["deepseek_v3"]
+lora_deepseek_v3 = BUILDERS["lora_deepseek_v3"]
+qlora_deepseek_v3 = BUILDERS["qlora_deepseek_v3"]
+moonlight_16b_a3b = BUILDERS["moonlight_16b_a3b"]
+lora_moonlight_16b_a3b = BUILDERS["lora_moonlight_16b_a3b"]
+qlora_moonlight_16b_a3b = BUILDERS["qlora_moonlight_16b_a3b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -5,7 +5,7 @@ Llama's architecture with one flag for all biases. Its files rotate neighboring 
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import family
@@ -53,9 +53,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "ERNIE 4.5", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-ernie4_5_0_3b: Builder
-lora_ernie4_5_0_3b: Builder
-qlora_ernie4_5_0_3b: Builder
+ernie4_5_0_3b = BUILDERS["ernie4_5_0_3b"]
+lora_ernie4_5_0_3b = BUILDERS["lora_ernie4_5_0_3b"]
+qlora_ernie4_5_0_3b = BUILDERS["qlora_ernie4_5_0_3b"]
 
 __all__ = ["SPEC", *BUILDERS]

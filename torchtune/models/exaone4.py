@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Llama3RopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import all_but_every
@@ -81,12 +81,11 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "EXAONE 4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-exaone4_1_2b: Builder
-lora_exaone4_1_2b: Builder
-qlora_exaone4_1_2b: Builder
-exaone4_32b: Builder
-lora_exaone4_32b: Builder
-qlora_exaone4_32b: Builder
+exaone4_1_2b = BUILDERS["exaone4_1_2b"]
+lora_exaone4_1_2b = BUILDERS["lora_exaone4_1_2b"]
+qlora_exaone4_1_2b = BUILDERS["qlora_exaone4_1_2b"]
+exaone4_32b = BUILDERS["exaone4_32b"]
+lora_exaone4_32b = BUILDERS["lora_exaone4_32b"]
+qlora_exaone4_32b = BUILDERS["qlora_exaone4_32b"]
 
 __all__ = ["SPEC", *BUILDERS]

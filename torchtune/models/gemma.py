@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages
-from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models._weight_names import HF_INTERLEAVED
 from torchtune.tokenizers import SentencePieceChatTokenizer
 
@@ -63,6 +64,12 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma", SPEC, SIZES)
+gemma_2b = BUILDERS["gemma_2b"]
+lora_gemma_2b = BUILDERS["lora_gemma_2b"]
+qlora_gemma_2b = BUILDERS["qlora_gemma_2b"]
+gemma_7b = BUILDERS["gemma_7b"]
+lora_gemma_7b = BUILDERS["lora_gemma_7b"]
+qlora_gemma_7b = BUILDERS["qlora_gemma_7b"]
 
 
 def _describe(embed_dim: int, **sizes: Any) -> Description:
@@ -89,15 +96,8 @@ COMPONENTS = component_builders(
     norm_eps=1e-6,
     rope_base=10_000,
 )
-# The builders that these tables make, for editors and type checkers.
-gemma_2b: Builder
-lora_gemma_2b: Builder
-qlora_gemma_2b: Builder
-gemma_7b: Builder
-lora_gemma_7b: Builder
-qlora_gemma_7b: Builder
-gemma: Builder
-lora_gemma: Builder
+gemma = COMPONENTS["gemma"]
+lora_gemma = COMPONENTS["lora_gemma"]
 
 
 class GemmaChatTemplate(PromptTemplateInterface):

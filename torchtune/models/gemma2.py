@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, model_builders
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, all_but_every
@@ -37,11 +37,14 @@ def read_softcaps(fields: Fields, *, attn: float | None, final: float | None) ->
         attn = None
     if fields.has("final_logit_softcapping"):
         final = None
+    attn_scale = None  # the usual scale, head_dim**-0.5
     scalar = fields.take("query_pre_attn_scalar", 256)
+    if scalar != fields.take("head_dim"):
+        attn_scale = scalar**-0.5
     return {
         "attn_softcap": fields.take("attn_logit_softcapping", attn),
         "logit_softcap": fields.take("final_logit_softcapping", final),
-        "attn_scale": None if scalar == fields.take("head_dim") else scalar**-0.5,
+        "attn_scale": attn_scale,
         "embed_scale": fields.take("hidden_size") ** 0.5,
     }
 
@@ -115,6 +118,15 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 2", SPEC, SIZES)
+gemma2_2b = BUILDERS["gemma2_2b"]
+lora_gemma2_2b = BUILDERS["lora_gemma2_2b"]
+qlora_gemma2_2b = BUILDERS["qlora_gemma2_2b"]
+gemma2_9b = BUILDERS["gemma2_9b"]
+lora_gemma2_9b = BUILDERS["lora_gemma2_9b"]
+qlora_gemma2_9b = BUILDERS["qlora_gemma2_9b"]
+gemma2_27b = BUILDERS["gemma2_27b"]
+lora_gemma2_27b = BUILDERS["lora_gemma2_27b"]
+qlora_gemma2_27b = BUILDERS["qlora_gemma2_27b"]
 
 
 def _describe(
@@ -162,18 +174,8 @@ COMPONENTS = component_builders(
     sliding_window_size=4096,
     query_pre_attn_scalar=None,
 )
-# The builders that these tables make, for editors and type checkers.
-gemma2_2b: Builder
-lora_gemma2_2b: Builder
-qlora_gemma2_2b: Builder
-gemma2_9b: Builder
-lora_gemma2_9b: Builder
-qlora_gemma2_9b: Builder
-gemma2_27b: Builder
-lora_gemma2_27b: Builder
-qlora_gemma2_27b: Builder
-gemma2: Builder
-lora_gemma2: Builder
+gemma2 = COMPONENTS["gemma2"]
+lora_gemma2 = COMPONENTS["lora_gemma2"]
 
 
 def gemma2_hf_to_tune(

@@ -7,7 +7,7 @@ have a larger RoPE base, which is stretched for the long context (https://arxiv.
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, LinearRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -104,18 +104,17 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma 3", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-gemma3_1b: Builder
-lora_gemma3_1b: Builder
-qlora_gemma3_1b: Builder
-gemma3_4b: Builder
-lora_gemma3_4b: Builder
-qlora_gemma3_4b: Builder
-gemma3_12b: Builder
-lora_gemma3_12b: Builder
-qlora_gemma3_12b: Builder
-gemma3_27b: Builder
-lora_gemma3_27b: Builder
-qlora_gemma3_27b: Builder
+gemma3_1b = BUILDERS["gemma3_1b"]
+lora_gemma3_1b = BUILDERS["lora_gemma3_1b"]
+qlora_gemma3_1b = BUILDERS["qlora_gemma3_1b"]
+gemma3_4b = BUILDERS["gemma3_4b"]
+lora_gemma3_4b = BUILDERS["lora_gemma3_4b"]
+qlora_gemma3_4b = BUILDERS["qlora_gemma3_4b"]
+gemma3_12b = BUILDERS["gemma3_12b"]
+lora_gemma3_12b = BUILDERS["lora_gemma3_12b"]
+qlora_gemma3_12b = BUILDERS["qlora_gemma3_12b"]
+gemma3_27b = BUILDERS["gemma3_27b"]
+lora_gemma3_27b = BUILDERS["lora_gemma3_27b"]
+qlora_gemma3_27b = BUILDERS["qlora_gemma3_27b"]
 
 __all__ = ["SPEC", *BUILDERS]

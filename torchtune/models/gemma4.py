@@ -6,7 +6,7 @@ Models are dense, have experts in parallel to the feed-forward, or have embeddin
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, ModelError, ProportionalRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, all_but_every, format_value, layers_of_type
@@ -78,10 +78,12 @@ def _read_full_heads(fields: Fields, window_layers: tuple[int, ...]) -> dict[str
     for value in (full_head_dim, full_num_kv_heads):
         if not isinstance(value, int) or not 0 < value < 2**16:
             raise fields.refusal("per_layer_config", per_layer)
-    return {
-        "full_head_dim": 0 if full_head_dim == head_dim else full_head_dim,
-        "full_num_kv_heads": 0 if full_num_kv_heads == num_kv_heads else full_num_kv_heads,
-    }
+    # 0 in a description: as in the layers with a window.
+    if full_head_dim == head_dim:
+        full_head_dim = 0
+    if full_num_kv_heads == num_kv_heads:
+        full_num_kv_heads = 0
+    return {"full_head_dim": full_head_dim, "full_num_kv_heads": full_num_kv_heads}
 
 
 def _full_layer_config(fields: Fields, per_layer: Any, window_layers: tuple[int, ...]) -> dict[str, Any]:
@@ -292,18 +294,17 @@ SIZES = {
     "gemma4_31b": _31B,
 }
 BUILDERS = model_builders(__name__, "Gemma 4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-gemma4_e2b: Builder
-lora_gemma4_e2b: Builder
-qlora_gemma4_e2b: Builder
-gemma4_e4b: Builder
-lora_gemma4_e4b: Builder
-qlora_gemma4_e4b: Builder
-gemma4_26b_a4b: Builder
-lora_gemma4_26b_a4b: Builder
-qlora_gemma4_26b_a4b: Builder
-gemma4_31b: Builder
-lora_gemma4_31b: Builder
-qlora_gemma4_31b: Builder
+gemma4_e2b = BUILDERS["gemma4_e2b"]
+lora_gemma4_e2b = BUILDERS["lora_gemma4_e2b"]
+qlora_gemma4_e2b = BUILDERS["qlora_gemma4_e2b"]
+gemma4_e4b = BUILDERS["gemma4_e4b"]
+lora_gemma4_e4b = BUILDERS["lora_gemma4_e4b"]
+qlora_gemma4_e4b = BUILDERS["qlora_gemma4_e4b"]
+gemma4_26b_a4b = BUILDERS["gemma4_26b_a4b"]
+lora_gemma4_26b_a4b = BUILDERS["lora_gemma4_26b_a4b"]
+qlora_gemma4_26b_a4b = BUILDERS["qlora_gemma4_26b_a4b"]
+gemma4_31b = BUILDERS["gemma4_31b"]
+lora_gemma4_31b = BUILDERS["lora_gemma4_31b"]
+qlora_gemma4_31b = BUILDERS["qlora_gemma4_31b"]
 
 __all__ = ["SPEC", *BUILDERS]

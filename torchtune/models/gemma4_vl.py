@@ -94,7 +94,9 @@ class GemmaImageProcessor(ImageProcessor):
 
     def layout(self, plan: Plan) -> str:
         """Return the text that replaces the placeholder of an image or a video."""
-        return self.frames_layout(plan, self.video_placeholder if plan.texts else "<|image|>")
+        if plan.texts:  # a video, whose frames have their time as text
+            return self.frames_layout(plan, self.video_placeholder)
+        return self.frames_layout(plan, "<|image|>")
 
 
 def read_blocks(config: Mapping[str, Any], default: str | None = None) -> dict[str, Any]:

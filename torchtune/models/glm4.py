@@ -5,7 +5,7 @@ Norms before and after attention and feed-forward. RoPE rotates neighboring chan
 
 from functools import partial
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
 from torchtune.models._weight_map import Identity
@@ -61,12 +61,11 @@ SIZES = {
     "glm4_32b_0414": _glm4(num_layers=61, embed_dim=6144, intermediate_dim=23_040, num_heads=48, num_kv_heads=8),
 }
 BUILDERS = model_builders(__name__, "GLM-4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-glm4_9b_0414: Builder
-lora_glm4_9b_0414: Builder
-qlora_glm4_9b_0414: Builder
-glm4_32b_0414: Builder
-lora_glm4_32b_0414: Builder
-qlora_glm4_32b_0414: Builder
+glm4_9b_0414 = BUILDERS["glm4_9b_0414"]
+lora_glm4_9b_0414 = BUILDERS["lora_glm4_9b_0414"]
+qlora_glm4_9b_0414 = BUILDERS["qlora_glm4_9b_0414"]
+glm4_32b_0414 = BUILDERS["glm4_32b_0414"]
+lora_glm4_32b_0414 = BUILDERS["lora_glm4_32b_0414"]
+qlora_glm4_32b_0414 = BUILDERS["qlora_glm4_32b_0414"]
 
 __all__ = ["SPEC", *BUILDERS]

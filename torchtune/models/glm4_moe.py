@@ -7,7 +7,7 @@ partial RoPE (https://arxiv.org/abs/2508.06471).
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -84,12 +84,11 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-glm4_5_air: Builder
-lora_glm4_5_air: Builder
-qlora_glm4_5_air: Builder
-glm4_5: Builder
-lora_glm4_5: Builder
-qlora_glm4_5: Builder
+glm4_5_air = BUILDERS["glm4_5_air"]
+lora_glm4_5_air = BUILDERS["lora_glm4_5_air"]
+qlora_glm4_5_air = BUILDERS["qlora_glm4_5_air"]
+glm4_5 = BUILDERS["glm4_5"]
+lora_glm4_5 = BUILDERS["lora_glm4_5"]
+qlora_glm4_5 = BUILDERS["qlora_glm4_5"]
 
 __all__ = ["SPEC", *BUILDERS]

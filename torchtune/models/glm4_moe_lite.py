@@ -5,7 +5,7 @@ DeepSeek V3's layers, with values as wide as keys.
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
@@ -75,9 +75,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "GLM", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-glm4_7_flash: Builder
-lora_glm4_7_flash: Builder
-qlora_glm4_7_flash: Builder
+glm4_7_flash = BUILDERS["glm4_7_flash"]
+lora_glm4_7_flash = BUILDERS["lora_glm4_7_flash"]
+qlora_glm4_7_flash = BUILDERS["qlora_glm4_7_flash"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,7 +6,7 @@ Clamped experts, attention sinks, a sliding window in every other layer, and YaR
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import YarnRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -100,12 +100,11 @@ SIZES = {
     "gpt_oss_120b": replace(_20B, num_layers=36, window_layers=tuple(range(0, 36, 2)), num_experts=128),
 }
 BUILDERS = model_builders(__name__, "gpt-oss", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-gpt_oss_20b: Builder
-lora_gpt_oss_20b: Builder
-qlora_gpt_oss_20b: Builder
-gpt_oss_120b: Builder
-lora_gpt_oss_120b: Builder
-qlora_gpt_oss_120b: Builder
+gpt_oss_20b = BUILDERS["gpt_oss_20b"]
+lora_gpt_oss_20b = BUILDERS["lora_gpt_oss_20b"]
+qlora_gpt_oss_20b = BUILDERS["qlora_gpt_oss_20b"]
+gpt_oss_120b = BUILDERS["gpt_oss_120b"]
+lora_gpt_oss_120b = BUILDERS["lora_gpt_oss_120b"]
+qlora_gpt_oss_120b = BUILDERS["qlora_gpt_oss_120b"]
 
 __all__ = ["SPEC", *BUILDERS]

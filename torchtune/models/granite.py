@@ -7,7 +7,7 @@ parametrization (https://arxiv.org/abs/2203.03466).
 from functools import partial
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -78,12 +78,11 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Granite 3", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-granite3_1_2b: Builder
-lora_granite3_1_2b: Builder
-qlora_granite3_1_2b: Builder
-granite3_1_8b: Builder
-lora_granite3_1_8b: Builder
-qlora_granite3_1_8b: Builder
+granite3_1_2b = BUILDERS["granite3_1_2b"]
+lora_granite3_1_2b = BUILDERS["lora_granite3_1_2b"]
+qlora_granite3_1_2b = BUILDERS["qlora_granite3_1_2b"]
+granite3_1_8b = BUILDERS["granite3_1_8b"]
+lora_granite3_1_8b = BUILDERS["lora_granite3_1_8b"]
+qlora_granite3_1_8b = BUILDERS["qlora_granite3_1_8b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -7,7 +7,7 @@ those of Granite 3.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
@@ -189,18 +189,17 @@ BUILDERS = {
     **model_builders(__name__, "Granite 4", SPEC, {"granite4_micro": _MICRO}),
     **model_builders(__name__, "Granite 4-H", SPEC, _H_SIZES),
 }
-# The builders that these tables make, for editors and type checkers.
-granite4_micro: Builder
-lora_granite4_micro: Builder
-qlora_granite4_micro: Builder
-granite4_h_micro: Builder
-lora_granite4_h_micro: Builder
-qlora_granite4_h_micro: Builder
-granite4_h_tiny: Builder
-lora_granite4_h_tiny: Builder
-qlora_granite4_h_tiny: Builder
-granite4_h_small: Builder
-lora_granite4_h_small: Builder
-qlora_granite4_h_small: Builder
+granite4_micro = BUILDERS["granite4_micro"]
+lora_granite4_micro = BUILDERS["lora_granite4_micro"]
+qlora_granite4_micro = BUILDERS["qlora_granite4_micro"]
+granite4_h_micro = BUILDERS["granite4_h_micro"]
+lora_granite4_h_micro = BUILDERS["lora_granite4_h_micro"]
+qlora_granite4_h_micro = BUILDERS["qlora_granite4_h_micro"]
+granite4_h_tiny = BUILDERS["granite4_h_tiny"]
+lora_granite4_h_tiny = BUILDERS["lora_granite4_h_tiny"]
+qlora_granite4_h_tiny = BUILDERS["qlora_granite4_h_tiny"]
+granite4_h_small = BUILDERS["granite4_h_small"]
+lora_granite4_h_small = BUILDERS["lora_granite4_h_small"]
+qlora_granite4_h_small = BUILDERS["qlora_granite4_h_small"]
 
 __all__ = ["SPEC", *BUILDERS]

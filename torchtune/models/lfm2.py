@@ -6,7 +6,7 @@ Most layers are gated short convolutions; the others have attention.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, layers_of_type, write_layer_types
@@ -117,15 +117,14 @@ SIZES = {
     "lfm2_1_2b": _1_2B,
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-lfm2_350m: Builder
-lora_lfm2_350m: Builder
-qlora_lfm2_350m: Builder
-lfm2_700m: Builder
-lora_lfm2_700m: Builder
-qlora_lfm2_700m: Builder
-lfm2_1_2b: Builder
-lora_lfm2_1_2b: Builder
-qlora_lfm2_1_2b: Builder
+lfm2_350m = BUILDERS["lfm2_350m"]
+lora_lfm2_350m = BUILDERS["lora_lfm2_350m"]
+qlora_lfm2_350m = BUILDERS["qlora_lfm2_350m"]
+lfm2_700m = BUILDERS["lfm2_700m"]
+lora_lfm2_700m = BUILDERS["lora_lfm2_700m"]
+qlora_lfm2_700m = BUILDERS["qlora_lfm2_700m"]
+lfm2_1_2b = BUILDERS["lfm2_1_2b"]
+lora_lfm2_1_2b = BUILDERS["lora_lfm2_1_2b"]
+qlora_lfm2_1_2b = BUILDERS["qlora_lfm2_1_2b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,7 +6,7 @@ LFM2's layers, with experts and sigmoid routers after dense first layers. The se
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_fields import Fields
 from torchtune.models._mixers import ShortConvMixer
@@ -69,9 +69,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "LFM2", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-lfm2_8b_a1b: Builder
-lora_lfm2_8b_a1b: Builder
-qlora_lfm2_8b_a1b: Builder
+lfm2_8b_a1b = BUILDERS["lfm2_8b_a1b"]
+lora_lfm2_8b_a1b = BUILDERS["lora_lfm2_8b_a1b"]
+qlora_lfm2_8b_a1b = BUILDERS["qlora_lfm2_8b_a1b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -11,17 +11,11 @@ from typing import Any, ClassVar
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, MessageLike, PromptTemplateInterface, Role, as_messages, with_tags
-from torchtune.models._builders import (
-    Builder,
-    classifier_builders,
-    component_builders,
-    model_builders,
-    tokenizer_builder,
-    with_defaults,
-)
+from torchtune.models._builders import classifier_builders, component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder, with_defaults
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.tokenizers import SentencePieceChatTokenizer
 
@@ -39,6 +33,19 @@ BUILDERS = {
     **model_builders(__name__, "Llama 2", SPEC, SIZES),
     **model_builders(__name__, "the reward model of Llama 2", SPEC, REWARD_SIZES),
 }
+llama2_7b = BUILDERS["llama2_7b"]
+lora_llama2_7b = BUILDERS["lora_llama2_7b"]
+qlora_llama2_7b = BUILDERS["qlora_llama2_7b"]
+llama2_13b = BUILDERS["llama2_13b"]
+lora_llama2_13b = BUILDERS["lora_llama2_13b"]
+qlora_llama2_13b = BUILDERS["qlora_llama2_13b"]
+llama2_70b = BUILDERS["llama2_70b"]
+lora_llama2_70b = BUILDERS["lora_llama2_70b"]
+qlora_llama2_70b = BUILDERS["qlora_llama2_70b"]
+llama2_reward_7b = BUILDERS["llama2_reward_7b"]
+lora_llama2_reward_7b = BUILDERS["lora_llama2_reward_7b"]
+qlora_llama2_reward_7b = BUILDERS["qlora_llama2_reward_7b"]
+
 COMPONENTS = component_builders(
     __name__,
     "llama2",
@@ -52,23 +59,10 @@ COMPONENTS = component_builders(
     rope_base=10_000.0,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
-# The builders that these tables make, for editors and type checkers.
-llama2_7b: Builder
-lora_llama2_7b: Builder
-qlora_llama2_7b: Builder
-llama2_13b: Builder
-lora_llama2_13b: Builder
-qlora_llama2_13b: Builder
-llama2_70b: Builder
-lora_llama2_70b: Builder
-qlora_llama2_70b: Builder
-llama2_reward_7b: Builder
-lora_llama2_reward_7b: Builder
-qlora_llama2_reward_7b: Builder
-llama2: Builder
-lora_llama2: Builder
-llama2_classifier: Builder
-lora_llama2_classifier: Builder
+llama2 = COMPONENTS["llama2"]
+lora_llama2 = COMPONENTS["lora_llama2"]
+llama2_classifier = COMPONENTS["llama2_classifier"]
+lora_llama2_classifier = COMPONENTS["lora_llama2_classifier"]
 
 
 class Llama2ChatTemplate(PromptTemplateInterface):

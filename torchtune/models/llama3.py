@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._parallel_plan import decoder_plan
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.tokenizers import HeaderTurns
 
@@ -33,6 +34,13 @@ SIZES = {
     "llama3_70b": _llama3(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
 }
 BUILDERS = model_builders(__name__, "Llama 3", SPEC, SIZES)
+llama3_8b = BUILDERS["llama3_8b"]
+lora_llama3_8b = BUILDERS["lora_llama3_8b"]
+qlora_llama3_8b = BUILDERS["qlora_llama3_8b"]
+llama3_70b = BUILDERS["llama3_70b"]
+lora_llama3_70b = BUILDERS["lora_llama3_70b"]
+qlora_llama3_70b = BUILDERS["qlora_llama3_70b"]
+
 COMPONENTS = component_builders(
     __name__,
     "llama3",
@@ -45,15 +53,8 @@ COMPONENTS = component_builders(
     intermediate_dim=None,
     norm_eps=1e-5,
 )
-# The builders that these tables make, for editors and type checkers.
-llama3_8b: Builder
-lora_llama3_8b: Builder
-qlora_llama3_8b: Builder
-llama3_70b: Builder
-lora_llama3_70b: Builder
-qlora_llama3_70b: Builder
-llama3: Builder
-lora_llama3: Builder
+llama3 = COMPONENTS["llama3"]
+lora_llama3 = COMPONENTS["lora_llama3"]
 
 
 SPECIAL_TOKENS = {

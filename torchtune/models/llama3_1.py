@@ -4,9 +4,10 @@ Llama 3 with RoPE scaling for a context of 131,072 tokens, and 405B (https://arx
 """
 
 from functools import partial
+from typing import Any
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description, Llama3RopeScaling
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._spec import family
@@ -30,6 +31,25 @@ SIZES = {
     "llama3_1_405b": _llama3_1(num_layers=126, embed_dim=16_384, intermediate_dim=53_248, num_heads=128),
 }
 BUILDERS = model_builders(__name__, "Llama 3.1", SPEC, SIZES)
+llama3_1_8b = BUILDERS["llama3_1_8b"]
+lora_llama3_1_8b = BUILDERS["lora_llama3_1_8b"]
+qlora_llama3_1_8b = BUILDERS["qlora_llama3_1_8b"]
+llama3_1_70b = BUILDERS["llama3_1_70b"]
+lora_llama3_1_70b = BUILDERS["lora_llama3_1_70b"]
+qlora_llama3_1_70b = BUILDERS["qlora_llama3_1_70b"]
+llama3_1_405b = BUILDERS["llama3_1_405b"]
+lora_llama3_1_405b = BUILDERS["lora_llama3_1_405b"]
+qlora_llama3_1_405b = BUILDERS["qlora_llama3_1_405b"]
+
+
+def llama3_scaled(scale_factor: float | None, **sizes: Any) -> Description:
+    """Make a description with Llama 3.1's RoPE scaling; a ``scale_factor`` of None disables scaling."""
+    scaling = None
+    if scale_factor is not None:
+        scaling = Llama3RopeScaling(factor=scale_factor)
+    return Description(rope_scaling=scaling, **sizes)
+
+
 COMPONENTS = component_builders(
     __name__,
     "llama3_1",
@@ -43,18 +63,8 @@ COMPONENTS = component_builders(
     norm_eps=1e-5,
     scale_factor=8,
 )
-# The builders that these tables make, for editors and type checkers.
-llama3_1_8b: Builder
-lora_llama3_1_8b: Builder
-qlora_llama3_1_8b: Builder
-llama3_1_70b: Builder
-lora_llama3_1_70b: Builder
-qlora_llama3_1_70b: Builder
-llama3_1_405b: Builder
-lora_llama3_1_405b: Builder
-qlora_llama3_1_405b: Builder
-llama3_1: Builder
-lora_llama3_1: Builder
+llama3_1 = COMPONENTS["llama3_1"]
+lora_llama3_1 = COMPONENTS["lora_llama3_1"]
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS, "Llama3ScaledRoPE"]
 __getattr__, __path__ = former_package(__name__)

@@ -6,11 +6,12 @@ Llama 3.1 with another factor of RoPE scaling. The output projection shares the 
 from functools import partial
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description, Llama3RopeScaling
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._spec import family
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+from torchtune.models.llama3_1 import llama3_scaled
 
 SPEC = family("llama3_2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA3_2",))
 
@@ -30,6 +31,13 @@ SIZES = {
     "llama3_2_3b": _llama3_2(num_layers=28, embed_dim=3072, num_heads=24),
 }
 BUILDERS = model_builders(__name__, "Llama 3.2", SPEC, SIZES, tie_option=True)
+llama3_2_1b = BUILDERS["llama3_2_1b"]
+lora_llama3_2_1b = BUILDERS["lora_llama3_2_1b"]
+qlora_llama3_2_1b = BUILDERS["qlora_llama3_2_1b"]
+llama3_2_3b = BUILDERS["llama3_2_3b"]
+lora_llama3_2_3b = BUILDERS["lora_llama3_2_3b"]
+qlora_llama3_2_3b = BUILDERS["qlora_llama3_2_3b"]
+
 COMPONENTS = component_builders(
     __name__,
     "llama3_2",
@@ -44,15 +52,8 @@ COMPONENTS = component_builders(
     scale_factor=32,
     tie_word_embeddings=True,
 )
-# The builders that these tables make, for editors and type checkers.
-llama3_2_1b: Builder
-lora_llama3_2_1b: Builder
-qlora_llama3_2_1b: Builder
-llama3_2_3b: Builder
-lora_llama3_2_3b: Builder
-qlora_llama3_2_3b: Builder
-llama3_2: Builder
-lora_llama3_2: Builder
+llama3_2 = COMPONENTS["llama3_2"]
+lora_llama3_2 = COMPONENTS["lora_llama3_2"]
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS]
 __getattr__, __path__ = former_package(__name__)

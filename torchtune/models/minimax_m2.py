@@ -6,7 +6,7 @@ models of MiniMax (linear attention, a shared expert, other factors of norms) mu
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._spec import family
@@ -78,9 +78,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "MiniMax-M2", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-minimax_m2: Builder
-lora_minimax_m2: Builder
-qlora_minimax_m2: Builder
+minimax_m2 = BUILDERS["minimax_m2"]
+lora_minimax_m2 = BUILDERS["lora_minimax_m2"]
+qlora_minimax_m2 = BUILDERS["qlora_minimax_m2"]
 
 __all__ = ["SPEC", *BUILDERS]

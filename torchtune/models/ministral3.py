@@ -5,7 +5,7 @@ The text decoders: Mistral with YaRN, and queries scaled by their position as in
 
 from dataclasses import replace
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import YarnRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_rope import write_growth, write_scaling
@@ -57,12 +57,11 @@ SIZES = {
     "ministral3_8b": _8B,
 }
 BUILDERS = model_builders(__name__, "Ministral 3", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-ministral3_3b: Builder
-lora_ministral3_3b: Builder
-qlora_ministral3_3b: Builder
-ministral3_8b: Builder
-lora_ministral3_8b: Builder
-qlora_ministral3_8b: Builder
+ministral3_3b = BUILDERS["ministral3_3b"]
+lora_ministral3_3b = BUILDERS["lora_ministral3_3b"]
+qlora_ministral3_3b = BUILDERS["qlora_ministral3_3b"]
+ministral3_8b = BUILDERS["ministral3_8b"]
+lora_ministral3_8b = BUILDERS["lora_ministral3_8b"]
+qlora_ministral3_8b = BUILDERS["qlora_ministral3_8b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -10,17 +10,11 @@ from typing import ClassVar
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, Message, MessageLike, PromptTemplateInterface, Role, as_messages, with_tags
-from torchtune.models._builders import (
-    Builder,
-    classifier_builders,
-    component_builders,
-    model_builders,
-    tokenizer_builder,
-    with_defaults,
-)
+from torchtune.models._builders import classifier_builders, component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import MISTRAL
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder, with_defaults
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
 from torchtune.tokenizers import InstTurnsTokenizer, SentencePieceChatTokenizer
 
@@ -65,6 +59,31 @@ BUILDERS = {
     **model_builders(__name__, "Mistral", SPEC, SIZES),
     **model_builders(__name__, "the reward model of Mistral", SPEC, REWARD_SIZES),
 }
+mistral_7b = BUILDERS["mistral_7b"]
+lora_mistral_7b = BUILDERS["lora_mistral_7b"]
+qlora_mistral_7b = BUILDERS["qlora_mistral_7b"]
+mistral_7b_v0_3 = BUILDERS["mistral_7b_v0_3"]
+lora_mistral_7b_v0_3 = BUILDERS["lora_mistral_7b_v0_3"]
+qlora_mistral_7b_v0_3 = BUILDERS["qlora_mistral_7b_v0_3"]
+mistral_nemo_12b = BUILDERS["mistral_nemo_12b"]
+lora_mistral_nemo_12b = BUILDERS["lora_mistral_nemo_12b"]
+qlora_mistral_nemo_12b = BUILDERS["qlora_mistral_nemo_12b"]
+mistral_small_22b = BUILDERS["mistral_small_22b"]
+lora_mistral_small_22b = BUILDERS["lora_mistral_small_22b"]
+qlora_mistral_small_22b = BUILDERS["qlora_mistral_small_22b"]
+mistral_small_24b = BUILDERS["mistral_small_24b"]
+lora_mistral_small_24b = BUILDERS["lora_mistral_small_24b"]
+qlora_mistral_small_24b = BUILDERS["qlora_mistral_small_24b"]
+mistral_small_3_1_24b = BUILDERS["mistral_small_3_1_24b"]
+lora_mistral_small_3_1_24b = BUILDERS["lora_mistral_small_3_1_24b"]
+qlora_mistral_small_3_1_24b = BUILDERS["qlora_mistral_small_3_1_24b"]
+ministral_8b = BUILDERS["ministral_8b"]
+lora_ministral_8b = BUILDERS["lora_ministral_8b"]
+qlora_ministral_8b = BUILDERS["qlora_ministral_8b"]
+mistral_reward_7b = BUILDERS["mistral_reward_7b"]
+lora_mistral_reward_7b = BUILDERS["lora_mistral_reward_7b"]
+qlora_mistral_reward_7b = BUILDERS["qlora_mistral_reward_7b"]
+
 COMPONENTS = component_builders(
     __name__,
     "mistral",
@@ -77,35 +96,10 @@ COMPONENTS = component_builders(
     rope_base=10_000,
 )
 COMPONENTS |= classifier_builders(__name__, COMPONENTS)
-# The builders that these tables make, for editors and type checkers.
-mistral_7b: Builder
-lora_mistral_7b: Builder
-qlora_mistral_7b: Builder
-mistral_7b_v0_3: Builder
-lora_mistral_7b_v0_3: Builder
-qlora_mistral_7b_v0_3: Builder
-mistral_nemo_12b: Builder
-lora_mistral_nemo_12b: Builder
-qlora_mistral_nemo_12b: Builder
-mistral_small_22b: Builder
-lora_mistral_small_22b: Builder
-qlora_mistral_small_22b: Builder
-mistral_small_24b: Builder
-lora_mistral_small_24b: Builder
-qlora_mistral_small_24b: Builder
-mistral_small_3_1_24b: Builder
-lora_mistral_small_3_1_24b: Builder
-qlora_mistral_small_3_1_24b: Builder
-ministral_8b: Builder
-lora_ministral_8b: Builder
-qlora_ministral_8b: Builder
-mistral_reward_7b: Builder
-lora_mistral_reward_7b: Builder
-qlora_mistral_reward_7b: Builder
-mistral: Builder
-lora_mistral: Builder
-mistral_classifier: Builder
-lora_mistral_classifier: Builder
+mistral = COMPONENTS["mistral"]
+lora_mistral = COMPONENTS["lora_mistral"]
+mistral_classifier = COMPONENTS["mistral_classifier"]
+lora_mistral_classifier = COMPONENTS["lora_mistral_classifier"]
 
 
 class MistralChatTemplate(PromptTemplateInterface):

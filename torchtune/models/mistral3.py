@@ -38,10 +38,15 @@ class PixtralImageProcessor(ImageProcessor):
     @classmethod
     def read_sizes(cls, config: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
         """See :meth:`ImageProcessor.read_sizes`."""
-        patch = config.get("patch_size")
+        patch_size = config.get("patch_size")
+        if isinstance(patch_size, Mapping):
+            patch_size = patch_size.get("height")
+        merge = None  # the default of this class
+        if model.get("model_type") == "llava":  # Pixtral, whose patches are tokens
+            merge = 1
         return {
-            "patch_size": patch.get("height") if isinstance(patch, Mapping) else patch,
-            "merge": model.get("spatial_merge_size", 1 if model.get("model_type") == "llava" else None),
+            "patch_size": patch_size,
+            "merge": model.get("spatial_merge_size", merge),
             "longest": (config.get("size") or {}).get("longest_edge"),
         }
 

@@ -5,7 +5,7 @@ DeepSeek V3's attention with queries that are scaled by their position; softmax 
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, YarnRopeScaling
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -70,9 +70,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Mistral 4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-mistral4_119b: Builder
-lora_mistral4_119b: Builder
-qlora_mistral4_119b: Builder
+mistral4_119b = BUILDERS["mistral4_119b"]
+lora_mistral4_119b = BUILDERS["lora_mistral4_119b"]
+qlora_mistral4_119b = BUILDERS["qlora_mistral4_119b"]
 
 __all__ = ["SPEC", *BUILDERS]

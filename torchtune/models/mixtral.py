@@ -5,7 +5,7 @@ Mistral's layers with eight experts, two per token (https://arxiv.org/abs/2401.0
 
 from dataclasses import replace
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
 from torchtune.models._weight_names import HF_INTERLEAVED, experts
@@ -63,15 +63,14 @@ SIZES = {
     "mixtral_8x22b_instruct": replace(_8X22B, vocab_size=32_768),
 }
 BUILDERS = model_builders(__name__, "Mixtral", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-mixtral_8x7b: Builder
-lora_mixtral_8x7b: Builder
-qlora_mixtral_8x7b: Builder
-mixtral_8x22b: Builder
-lora_mixtral_8x22b: Builder
-qlora_mixtral_8x22b: Builder
-mixtral_8x22b_instruct: Builder
-lora_mixtral_8x22b_instruct: Builder
-qlora_mixtral_8x22b_instruct: Builder
+mixtral_8x7b = BUILDERS["mixtral_8x7b"]
+lora_mixtral_8x7b = BUILDERS["lora_mixtral_8x7b"]
+qlora_mixtral_8x7b = BUILDERS["qlora_mixtral_8x7b"]
+mixtral_8x22b = BUILDERS["mixtral_8x22b"]
+lora_mixtral_8x22b = BUILDERS["lora_mixtral_8x22b"]
+qlora_mixtral_8x22b = BUILDERS["qlora_mixtral_8x22b"]
+mixtral_8x22b_instruct = BUILDERS["mixtral_8x22b_instruct"]
+lora_mixtral_8x22b_instruct = BUILDERS["lora_mixtral_8x22b_instruct"]
+qlora_mixtral_8x22b_instruct = BUILDERS["qlora_mixtral_8x22b_instruct"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, format_value
@@ -99,7 +99,9 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     pattern = config.get("hybrid_override_pattern") or "ME*-"
     if kinds is not None:
         is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in _LETTERS for kind in kinds)
-        pattern = "".join(_LETTERS[kind] for kind in kinds) if is_known else ""
+        pattern = ""
+        if is_known:
+            pattern = "".join(_LETTERS[kind] for kind in kinds)
     if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():
         raise ModelError(
             "config.json of NemotronHForCausalLM: layers_block_type (or hybrid_override_pattern) has "
@@ -213,9 +215,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Nemotron 3 Nano", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-nemotron3_nano_30b_a3b: Builder
-lora_nemotron3_nano_30b_a3b: Builder
-qlora_nemotron3_nano_30b_a3b: Builder
+nemotron3_nano_30b_a3b = BUILDERS["nemotron3_nano_30b_a3b"]
+lora_nemotron3_nano_30b_a3b = BUILDERS["lora_nemotron3_nano_30b_a3b"]
+qlora_nemotron3_nano_30b_a3b = BUILDERS["qlora_nemotron3_nano_30b_a3b"]
 
 __all__ = ["SPEC", *BUILDERS]

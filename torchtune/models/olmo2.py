@@ -6,7 +6,7 @@ together (https://arxiv.org/abs/2501.00656).
 
 from functools import partial
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
 from torchtune.models._weight_map import Identity
@@ -41,18 +41,17 @@ SIZES = {
     "olmo2_32b": _olmo2(num_layers=64, embed_dim=5120, intermediate_dim=27_648, num_heads=40, num_kv_heads=8),
 }
 BUILDERS = model_builders(__name__, "OLMo 2", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-olmo2_1b: Builder
-lora_olmo2_1b: Builder
-qlora_olmo2_1b: Builder
-olmo2_7b: Builder
-lora_olmo2_7b: Builder
-qlora_olmo2_7b: Builder
-olmo2_13b: Builder
-lora_olmo2_13b: Builder
-qlora_olmo2_13b: Builder
-olmo2_32b: Builder
-lora_olmo2_32b: Builder
-qlora_olmo2_32b: Builder
+olmo2_1b = BUILDERS["olmo2_1b"]
+lora_olmo2_1b = BUILDERS["lora_olmo2_1b"]
+qlora_olmo2_1b = BUILDERS["qlora_olmo2_1b"]
+olmo2_7b = BUILDERS["olmo2_7b"]
+lora_olmo2_7b = BUILDERS["lora_olmo2_7b"]
+qlora_olmo2_7b = BUILDERS["qlora_olmo2_7b"]
+olmo2_13b = BUILDERS["olmo2_13b"]
+lora_olmo2_13b = BUILDERS["lora_olmo2_13b"]
+qlora_olmo2_13b = BUILDERS["qlora_olmo2_13b"]
+olmo2_32b = BUILDERS["olmo2_32b"]
+lora_olmo2_32b = BUILDERS["lora_olmo2_32b"]
+qlora_olmo2_32b = BUILDERS["qlora_olmo2_32b"]
 
 __all__ = ["SPEC", *BUILDERS]

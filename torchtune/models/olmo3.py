@@ -6,7 +6,7 @@ OLMo 2 with a sliding window in three of four layers, and YaRN in the others.
 from dataclasses import replace
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description, YarnRopeScaling
 from torchtune.models._hf_fields import Fields, all_but_every
 from torchtune.models._hf_rope import write_scaling
@@ -66,12 +66,11 @@ def _olmo3(olmo2_name: str) -> Description:
 
 SIZES = {"olmo3_7b": _olmo3("olmo2_7b"), "olmo3_32b": _olmo3("olmo2_32b")}
 BUILDERS = model_builders(__name__, "OLMo 3", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-olmo3_7b: Builder
-lora_olmo3_7b: Builder
-qlora_olmo3_7b: Builder
-olmo3_32b: Builder
-lora_olmo3_32b: Builder
-qlora_olmo3_32b: Builder
+olmo3_7b = BUILDERS["olmo3_7b"]
+lora_olmo3_7b = BUILDERS["lora_olmo3_7b"]
+qlora_olmo3_7b = BUILDERS["qlora_olmo3_7b"]
+olmo3_32b = BUILDERS["olmo3_32b"]
+lora_olmo3_32b = BUILDERS["lora_olmo3_32b"]
+qlora_olmo3_32b = BUILDERS["qlora_olmo3_32b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,7 +6,7 @@
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -58,9 +58,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "OLMoE", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-olmoe_1b_7b: Builder
-lora_olmoe_1b_7b: Builder
-qlora_olmoe_1b_7b: Builder
+olmoe_1b_7b = BUILDERS["olmoe_1b_7b"]
+lora_olmoe_1b_7b = BUILDERS["lora_olmoe_1b_7b"]
+qlora_olmoe_1b_7b = BUILDERS["qlora_olmoe_1b_7b"]
 
 __all__ = ["SPEC", *BUILDERS]

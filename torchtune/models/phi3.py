@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models._weight_map import Identity
 from torchtune.models._weight_names import hf_names
 from torchtune.models.convert_weights import convert_by, describe_state_dict
@@ -51,6 +52,10 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-3", SPEC, SIZES)
+phi3_mini = BUILDERS["phi3_mini"]
+lora_phi3_mini = BUILDERS["lora_phi3_mini"]
+qlora_phi3_mini = BUILDERS["qlora_phi3_mini"]
+
 COMPONENTS = component_builders(
     __name__,
     "phi3",
@@ -62,12 +67,8 @@ COMPONENTS = component_builders(
     norm_eps=1e-5,
     rope_base=10_000,
 )
-# The builders that these tables make, for editors and type checkers.
-phi3_mini: Builder
-lora_phi3_mini: Builder
-qlora_phi3_mini: Builder
-phi3: Builder
-lora_phi3: Builder
+phi3 = COMPONENTS["phi3"]
+lora_phi3 = COMPONENTS["lora_phi3"]
 
 
 PHI3_SPECIAL_TOKENS = {

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
-from torchtune.models._builders import Builder, model_builders, tokenizer_builder
+from torchtune.models._builders import model_builders
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models.phi3 import SPEC as PHI3_SPEC
 from torchtune.models.phi3 import phi3_description
 from torchtune.tokenizers import (
@@ -34,10 +35,9 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Phi-4", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-phi4_14b: Builder
-lora_phi4_14b: Builder
-qlora_phi4_14b: Builder
+phi4_14b = BUILDERS["phi4_14b"]
+lora_phi4_14b = BUILDERS["lora_phi4_14b"]
+qlora_phi4_14b = BUILDERS["qlora_phi4_14b"]
 
 
 # The vocabulary, the ids of these tokens and the split pattern are tiktoken's cl100k_base.

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from torchtune._lazy import former_package
 from torchtune.data import DataError, PromptTemplateInterface
-from torchtune.models._builders import Builder, component_builders, model_builders, tokenizer_builder
+from torchtune.models._builders import Builder, component_builders, model_builders
 from torchtune.models._description import Description, ModelError
 from torchtune.models._hf_config import QWEN2
 from torchtune.models._spec import ModelSpec, family
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models._weight_names import GGUF, HF_HALF
 from torchtune.models.convert_weights import convert_by, describe_state_dict
 from torchtune.modules.position_embeddings import RotaryPositionalEmbeddings
@@ -43,6 +44,15 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen2", SPEC, SIZES)
+qwen2_0_5b = BUILDERS["qwen2_0_5b"]
+lora_qwen2_0_5b = BUILDERS["lora_qwen2_0_5b"]
+qlora_qwen2_0_5b = BUILDERS["qlora_qwen2_0_5b"]
+qwen2_1_5b = BUILDERS["qwen2_1_5b"]
+lora_qwen2_1_5b = BUILDERS["lora_qwen2_1_5b"]
+qlora_qwen2_1_5b = BUILDERS["qlora_qwen2_1_5b"]
+qwen2_7b = BUILDERS["qwen2_7b"]
+lora_qwen2_7b = BUILDERS["lora_qwen2_7b"]
+qlora_qwen2_7b = BUILDERS["qlora_qwen2_7b"]
 
 
 def _describe(
@@ -56,15 +66,18 @@ def _describe(
     qk_norm: str,
     **sizes: Any,
 ) -> Description:
+    """Make a description from the arguments of the component builders; ``qk_norm`` is the kind of norms, if any."""
     if q_norm != k_norm:
         raise ModelError("q_norm and k_norm must be given together.")
+    if not q_norm:
+        qk_norm = "none"
     return QWEN2.describe(
         **sizes,
         head_dim=head_dim or 0,
         q_bias=q_proj_bias,
         k_bias=k_proj_bias,
         v_bias=v_proj_bias,
-        qk_norm=qk_norm if q_norm else "none",
+        qk_norm=qk_norm,
     )
 
 
@@ -107,18 +120,8 @@ def qwen_components(module: str, name: str, title: str, spec: ModelSpec, qk_norm
 
 
 COMPONENTS = qwen_components(__name__, "qwen2", "Qwen 2", SPEC, "after_rope")
-# The builders that these tables make, for editors and type checkers.
-qwen2_0_5b: Builder
-lora_qwen2_0_5b: Builder
-qlora_qwen2_0_5b: Builder
-qwen2_1_5b: Builder
-lora_qwen2_1_5b: Builder
-qlora_qwen2_1_5b: Builder
-qwen2_7b: Builder
-lora_qwen2_7b: Builder
-qlora_qwen2_7b: Builder
-qwen2: Builder
-lora_qwen2: Builder
+qwen2 = COMPONENTS["qwen2"]
+lora_qwen2 = COMPONENTS["lora_qwen2"]
 
 
 PRETOKENIZE_REGEX = (

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message
-from torchtune.models._builders import Builder, model_builders, tokenizer_builder, with_defaults
+from torchtune.models._builders import model_builders
+from torchtune.models._tokenizer_builder import tokenizer_builder, with_defaults
 from torchtune.models.qwen2 import (
     IM_END,
     IM_START,
@@ -46,43 +47,42 @@ SIZES = {
     "qwen2_5_72b_instruct": _72B,
 }
 BUILDERS = model_builders(__name__, "Qwen2.5", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-qwen2_5_0_5b: Builder
-lora_qwen2_5_0_5b: Builder
-qlora_qwen2_5_0_5b: Builder
-qwen2_5_1_5b_base: Builder
-lora_qwen2_5_1_5b_base: Builder
-qlora_qwen2_5_1_5b_base: Builder
-qwen2_5_1_5b_instruct: Builder
-lora_qwen2_5_1_5b_instruct: Builder
-qlora_qwen2_5_1_5b_instruct: Builder
-qwen2_5_3b: Builder
-lora_qwen2_5_3b: Builder
-qlora_qwen2_5_3b: Builder
-qwen2_5_7b_base: Builder
-lora_qwen2_5_7b_base: Builder
-qlora_qwen2_5_7b_base: Builder
-qwen2_5_7b_instruct: Builder
-lora_qwen2_5_7b_instruct: Builder
-qlora_qwen2_5_7b_instruct: Builder
-qwen2_5_14b_base: Builder
-lora_qwen2_5_14b_base: Builder
-qlora_qwen2_5_14b_base: Builder
-qwen2_5_14b_instruct: Builder
-lora_qwen2_5_14b_instruct: Builder
-qlora_qwen2_5_14b_instruct: Builder
-qwen2_5_32b_base: Builder
-lora_qwen2_5_32b_base: Builder
-qlora_qwen2_5_32b_base: Builder
-qwen2_5_32b_instruct: Builder
-lora_qwen2_5_32b_instruct: Builder
-qlora_qwen2_5_32b_instruct: Builder
-qwen2_5_72b_base: Builder
-lora_qwen2_5_72b_base: Builder
-qlora_qwen2_5_72b_base: Builder
-qwen2_5_72b_instruct: Builder
-lora_qwen2_5_72b_instruct: Builder
-qlora_qwen2_5_72b_instruct: Builder
+qwen2_5_0_5b = BUILDERS["qwen2_5_0_5b"]
+lora_qwen2_5_0_5b = BUILDERS["lora_qwen2_5_0_5b"]
+qlora_qwen2_5_0_5b = BUILDERS["qlora_qwen2_5_0_5b"]
+qwen2_5_1_5b_base = BUILDERS["qwen2_5_1_5b_base"]
+lora_qwen2_5_1_5b_base = BUILDERS["lora_qwen2_5_1_5b_base"]
+qlora_qwen2_5_1_5b_base = BUILDERS["qlora_qwen2_5_1_5b_base"]
+qwen2_5_1_5b_instruct = BUILDERS["qwen2_5_1_5b_instruct"]
+lora_qwen2_5_1_5b_instruct = BUILDERS["lora_qwen2_5_1_5b_instruct"]
+qlora_qwen2_5_1_5b_instruct = BUILDERS["qlora_qwen2_5_1_5b_instruct"]
+qwen2_5_3b = BUILDERS["qwen2_5_3b"]
+lora_qwen2_5_3b = BUILDERS["lora_qwen2_5_3b"]
+qlora_qwen2_5_3b = BUILDERS["qlora_qwen2_5_3b"]
+qwen2_5_7b_base = BUILDERS["qwen2_5_7b_base"]
+lora_qwen2_5_7b_base = BUILDERS["lora_qwen2_5_7b_base"]
+qlora_qwen2_5_7b_base = BUILDERS["qlora_qwen2_5_7b_base"]
+qwen2_5_7b_instruct = BUILDERS["qwen2_5_7b_instruct"]
+lora_qwen2_5_7b_instruct = BUILDERS["lora_qwen2_5_7b_instruct"]
+qlora_qwen2_5_7b_instruct = BUILDERS["qlora_qwen2_5_7b_instruct"]
+qwen2_5_14b_base = BUILDERS["qwen2_5_14b_base"]
+lora_qwen2_5_14b_base = BUILDERS["lora_qwen2_5_14b_base"]
+qlora_qwen2_5_14b_base = BUILDERS["qlora_qwen2_5_14b_base"]
+qwen2_5_14b_instruct = BUILDERS["qwen2_5_14b_instruct"]
+lora_qwen2_5_14b_instruct = BUILDERS["lora_qwen2_5_14b_instruct"]
+qlora_qwen2_5_14b_instruct = BUILDERS["qlora_qwen2_5_14b_instruct"]
+qwen2_5_32b_base = BUILDERS["qwen2_5_32b_base"]
+lora_qwen2_5_32b_base = BUILDERS["lora_qwen2_5_32b_base"]
+qlora_qwen2_5_32b_base = BUILDERS["qlora_qwen2_5_32b_base"]
+qwen2_5_32b_instruct = BUILDERS["qwen2_5_32b_instruct"]
+lora_qwen2_5_32b_instruct = BUILDERS["lora_qwen2_5_32b_instruct"]
+qlora_qwen2_5_32b_instruct = BUILDERS["qlora_qwen2_5_32b_instruct"]
+qwen2_5_72b_base = BUILDERS["qwen2_5_72b_base"]
+lora_qwen2_5_72b_base = BUILDERS["lora_qwen2_5_72b_base"]
+qlora_qwen2_5_72b_base = BUILDERS["qlora_qwen2_5_72b_base"]
+qwen2_5_72b_instruct = BUILDERS["qwen2_5_72b_instruct"]
+lora_qwen2_5_72b_instruct = BUILDERS["lora_qwen2_5_72b_instruct"]
+qlora_qwen2_5_72b_instruct = BUILDERS["qlora_qwen2_5_72b_instruct"]
 # Compatibility: a config of earlier releases uses this name.
 lora_qwen2_5_7b = BUILDERS["lora_qwen2_5_7b"] = BUILDERS["lora_qwen2_5_7b_instruct"]
 

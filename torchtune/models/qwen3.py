@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from torchtune._lazy import former_package
 from torchtune.data import Message, PromptTemplateInterface
-from torchtune.models._builders import Builder, model_builders, tokenizer_builder
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import QWEN3
 from torchtune.models._spec import family
+from torchtune.models._tokenizer_builder import tokenizer_builder
 from torchtune.models._weight_names import GGUF, HF_HALF
 from torchtune.models.qwen2 import (
     DEFAULT_QWEN2_TOKENIZER_BPE_CACHE_SIZE,
@@ -58,43 +59,43 @@ SIZES = {
     "qwen3_32b": replace(_32B, max_seq_len=_LONG),
 }
 BUILDERS = model_builders(__name__, "Qwen3", SPEC, SIZES)
+qwen3_0_6b_base = BUILDERS["qwen3_0_6b_base"]
+lora_qwen3_0_6b_base = BUILDERS["lora_qwen3_0_6b_base"]
+qlora_qwen3_0_6b_base = BUILDERS["qlora_qwen3_0_6b_base"]
+qwen3_0_6b_instruct = BUILDERS["qwen3_0_6b_instruct"]
+lora_qwen3_0_6b_instruct = BUILDERS["lora_qwen3_0_6b_instruct"]
+qlora_qwen3_0_6b_instruct = BUILDERS["qlora_qwen3_0_6b_instruct"]
+qwen3_1_7b_base = BUILDERS["qwen3_1_7b_base"]
+lora_qwen3_1_7b_base = BUILDERS["lora_qwen3_1_7b_base"]
+qlora_qwen3_1_7b_base = BUILDERS["qlora_qwen3_1_7b_base"]
+qwen3_1_7b_instruct = BUILDERS["qwen3_1_7b_instruct"]
+lora_qwen3_1_7b_instruct = BUILDERS["lora_qwen3_1_7b_instruct"]
+qlora_qwen3_1_7b_instruct = BUILDERS["qlora_qwen3_1_7b_instruct"]
+qwen3_4b_base = BUILDERS["qwen3_4b_base"]
+lora_qwen3_4b_base = BUILDERS["lora_qwen3_4b_base"]
+qlora_qwen3_4b_base = BUILDERS["qlora_qwen3_4b_base"]
+qwen3_4b_instruct = BUILDERS["qwen3_4b_instruct"]
+lora_qwen3_4b_instruct = BUILDERS["lora_qwen3_4b_instruct"]
+qlora_qwen3_4b_instruct = BUILDERS["qlora_qwen3_4b_instruct"]
+qwen3_8b_base = BUILDERS["qwen3_8b_base"]
+lora_qwen3_8b_base = BUILDERS["lora_qwen3_8b_base"]
+qlora_qwen3_8b_base = BUILDERS["qlora_qwen3_8b_base"]
+qwen3_8b_instruct = BUILDERS["qwen3_8b_instruct"]
+lora_qwen3_8b_instruct = BUILDERS["lora_qwen3_8b_instruct"]
+qlora_qwen3_8b_instruct = BUILDERS["qlora_qwen3_8b_instruct"]
+qwen3_14b_base = BUILDERS["qwen3_14b_base"]
+lora_qwen3_14b_base = BUILDERS["lora_qwen3_14b_base"]
+qlora_qwen3_14b_base = BUILDERS["qlora_qwen3_14b_base"]
+qwen3_14b_instruct = BUILDERS["qwen3_14b_instruct"]
+lora_qwen3_14b_instruct = BUILDERS["lora_qwen3_14b_instruct"]
+qlora_qwen3_14b_instruct = BUILDERS["qlora_qwen3_14b_instruct"]
+qwen3_32b = BUILDERS["qwen3_32b"]
+lora_qwen3_32b = BUILDERS["lora_qwen3_32b"]
+qlora_qwen3_32b = BUILDERS["qlora_qwen3_32b"]
+
 COMPONENTS = qwen_components(__name__, "qwen3", "Qwen 3", SPEC, "before_rope")
-# The builders that these tables make, for editors and type checkers.
-qwen3_0_6b_base: Builder
-lora_qwen3_0_6b_base: Builder
-qlora_qwen3_0_6b_base: Builder
-qwen3_0_6b_instruct: Builder
-lora_qwen3_0_6b_instruct: Builder
-qlora_qwen3_0_6b_instruct: Builder
-qwen3_1_7b_base: Builder
-lora_qwen3_1_7b_base: Builder
-qlora_qwen3_1_7b_base: Builder
-qwen3_1_7b_instruct: Builder
-lora_qwen3_1_7b_instruct: Builder
-qlora_qwen3_1_7b_instruct: Builder
-qwen3_4b_base: Builder
-lora_qwen3_4b_base: Builder
-qlora_qwen3_4b_base: Builder
-qwen3_4b_instruct: Builder
-lora_qwen3_4b_instruct: Builder
-qlora_qwen3_4b_instruct: Builder
-qwen3_8b_base: Builder
-lora_qwen3_8b_base: Builder
-qlora_qwen3_8b_base: Builder
-qwen3_8b_instruct: Builder
-lora_qwen3_8b_instruct: Builder
-qlora_qwen3_8b_instruct: Builder
-qwen3_14b_base: Builder
-lora_qwen3_14b_base: Builder
-qlora_qwen3_14b_base: Builder
-qwen3_14b_instruct: Builder
-lora_qwen3_14b_instruct: Builder
-qlora_qwen3_14b_instruct: Builder
-qwen3_32b: Builder
-lora_qwen3_32b: Builder
-qlora_qwen3_32b: Builder
-qwen3: Builder
-lora_qwen3: Builder
+qwen3 = COMPONENTS["qwen3"]
+lora_qwen3 = COMPONENTS["lora_qwen3"]
 
 
 QWEN3_SPECIAL_TOKENS = {

@@ -6,7 +6,7 @@ Three layers of linear attention (Gated DeltaNet, https://arxiv.org/abs/2412.064
 
 from dataclasses import replace
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import all_but_every
 from torchtune.models._hf_layers import read_delta_net, write_delta_net
@@ -62,12 +62,11 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Qwen3.5", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-qwen3_5_9b: Builder
-lora_qwen3_5_9b: Builder
-qlora_qwen3_5_9b: Builder
-qwen3_5_27b: Builder
-lora_qwen3_5_27b: Builder
-qlora_qwen3_5_27b: Builder
+qwen3_5_9b = BUILDERS["qwen3_5_9b"]
+lora_qwen3_5_9b = BUILDERS["lora_qwen3_5_9b"]
+qlora_qwen3_5_9b = BUILDERS["qlora_qwen3_5_9b"]
+qwen3_5_27b = BUILDERS["qwen3_5_27b"]
+lora_qwen3_5_27b = BUILDERS["lora_qwen3_5_27b"]
+qlora_qwen3_5_27b = BUILDERS["qlora_qwen3_5_27b"]
 
 __all__ = ["SPEC", *BUILDERS]

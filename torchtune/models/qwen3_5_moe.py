@@ -3,7 +3,7 @@
 Qwen 3.5's layers with experts and a gated shared expert.
 """
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import all_but_every
 from torchtune.models._hf_layers import read_delta_net, write_delta_net
@@ -70,9 +70,8 @@ SIZES = {
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3.5 MoE", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-qwen3_5_35b_a3b: Builder
-lora_qwen3_5_35b_a3b: Builder
-qlora_qwen3_5_35b_a3b: Builder
+qwen3_5_35b_a3b = BUILDERS["qwen3_5_35b_a3b"]
+lora_qwen3_5_35b_a3b = BUILDERS["lora_qwen3_5_35b_a3b"]
+qlora_qwen3_5_35b_a3b = BUILDERS["qlora_qwen3_5_35b_a3b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,7 +6,7 @@ Qwen 3's layers with 128 experts, 8 per token, and no shared expert (https://arx
 from dataclasses import replace
 from functools import partial
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_layers import read_qwen_experts, write_qwen_experts
 from torchtune.models._spec import family
@@ -57,15 +57,14 @@ SIZES = {
     "qwen3_235b_a22b": replace(_235B, max_seq_len=_LONG),
 }
 BUILDERS = model_builders(__name__, "Qwen3 MoE", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-qwen3_30b_a3b_base: Builder
-lora_qwen3_30b_a3b_base: Builder
-qlora_qwen3_30b_a3b_base: Builder
-qwen3_30b_a3b_instruct: Builder
-lora_qwen3_30b_a3b_instruct: Builder
-qlora_qwen3_30b_a3b_instruct: Builder
-qwen3_235b_a22b: Builder
-lora_qwen3_235b_a22b: Builder
-qlora_qwen3_235b_a22b: Builder
+qwen3_30b_a3b_base = BUILDERS["qwen3_30b_a3b_base"]
+lora_qwen3_30b_a3b_base = BUILDERS["lora_qwen3_30b_a3b_base"]
+qlora_qwen3_30b_a3b_base = BUILDERS["qlora_qwen3_30b_a3b_base"]
+qwen3_30b_a3b_instruct = BUILDERS["qwen3_30b_a3b_instruct"]
+lora_qwen3_30b_a3b_instruct = BUILDERS["lora_qwen3_30b_a3b_instruct"]
+qlora_qwen3_30b_a3b_instruct = BUILDERS["qlora_qwen3_30b_a3b_instruct"]
+qwen3_235b_a22b = BUILDERS["qwen3_235b_a22b"]
+lora_qwen3_235b_a22b = BUILDERS["lora_qwen3_235b_a22b"]
+qlora_qwen3_235b_a22b = BUILDERS["qlora_qwen3_235b_a22b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,7 +6,7 @@ Qwen 3.5, with fused projections in files.
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields, all_but_every
@@ -83,9 +83,8 @@ SIZES = {
     )
 }
 BUILDERS = model_builders(__name__, "Qwen3-Next", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-qwen3_next_80b_a3b: Builder
-lora_qwen3_next_80b_a3b: Builder
-qlora_qwen3_next_80b_a3b: Builder
+qwen3_next_80b_a3b = BUILDERS["qwen3_next_80b_a3b"]
+lora_qwen3_next_80b_a3b = BUILDERS["lora_qwen3_next_80b_a3b"]
+qlora_qwen3_next_80b_a3b = BUILDERS["qlora_qwen3_next_80b_a3b"]
 
 __all__ = ["SPEC", *BUILDERS]

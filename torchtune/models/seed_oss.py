@@ -5,7 +5,7 @@ Llama's architecture with biases of queries, keys and values, and a flag for tha
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
@@ -59,9 +59,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "Seed-OSS", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-seed_oss_36b: Builder
-lora_seed_oss_36b: Builder
-qlora_seed_oss_36b: Builder
+seed_oss_36b = BUILDERS["seed_oss_36b"]
+lora_seed_oss_36b = BUILDERS["lora_seed_oss_36b"]
+qlora_seed_oss_36b = BUILDERS["qlora_seed_oss_36b"]
 
 __all__ = ["SPEC", *BUILDERS]

@@ -6,11 +6,12 @@ Llama's architecture without RoPE scaling, in small sizes (https://arxiv.org/abs
 from functools import partial
 
 from torchtune._lazy import former_package
-from torchtune.models._builders import Builder, component_builders, llama3_scaled, model_builders
+from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._spec import family
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
+from torchtune.models.llama3_1 import llama3_scaled
 
 SPEC = family(
     "smol",
@@ -32,6 +33,16 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM2", SPEC, SIZES)
+smollm2_135m = BUILDERS["smollm2_135m"]
+lora_smollm2_135m = BUILDERS["lora_smollm2_135m"]
+qlora_smollm2_135m = BUILDERS["qlora_smollm2_135m"]
+smollm2_360m = BUILDERS["smollm2_360m"]
+lora_smollm2_360m = BUILDERS["lora_smollm2_360m"]
+qlora_smollm2_360m = BUILDERS["qlora_smollm2_360m"]
+smollm2_1_7b = BUILDERS["smollm2_1_7b"]
+lora_smollm2_1_7b = BUILDERS["lora_smollm2_1_7b"]
+qlora_smollm2_1_7b = BUILDERS["qlora_smollm2_1_7b"]
+
 COMPONENTS = component_builders(
     __name__,
     "smollm2",
@@ -48,17 +59,7 @@ COMPONENTS = component_builders(
     tie_word_embeddings=True,
 )
 del COMPONENTS["lora_smollm2"]
-# The builders that these tables make, for editors and type checkers.
-smollm2_135m: Builder
-lora_smollm2_135m: Builder
-qlora_smollm2_135m: Builder
-smollm2_360m: Builder
-lora_smollm2_360m: Builder
-qlora_smollm2_360m: Builder
-smollm2_1_7b: Builder
-lora_smollm2_1_7b: Builder
-qlora_smollm2_1_7b: Builder
-smollm2: Builder
+smollm2 = COMPONENTS["smollm2"]
 
 __all__ = ["SPEC", *BUILDERS, *COMPONENTS]
 __getattr__, __path__ = former_package(__name__)

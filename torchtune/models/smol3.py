@@ -5,7 +5,7 @@ Llama's architecture without RoPE in every fourth layer, for long contexts (http
 
 from typing import Any
 
-from torchtune.models._builders import Builder, model_builders
+from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._hf_fields import Fields
 from torchtune.models._hf_layers import read_unrotated_layers, write_unrotated_layers
@@ -53,9 +53,8 @@ SIZES = {
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM 3", SPEC, SIZES)
-# The builders that these tables make, for editors and type checkers.
-smollm3_3b: Builder
-lora_smollm3_3b: Builder
-qlora_smollm3_3b: Builder
+smollm3_3b = BUILDERS["smollm3_3b"]
+lora_smollm3_3b = BUILDERS["lora_smollm3_3b"]
+qlora_smollm3_3b = BUILDERS["qlora_smollm3_3b"]
 
 __all__ = ["SPEC", *BUILDERS]

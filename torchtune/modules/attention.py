@@ -198,11 +198,16 @@ class MultiHeadAttention(nn.Module):
             keys = self._project_keys(y, input_pos, rope)
         k, v = keys  # [b, t, n_kv, h]
         q = q.to(k.dtype)  # a cache, or the layer that shares its keys, may have another dtype
+        dropout_p = 0.0
+        if self.training:
+            dropout_p = self.attn_dropout
         # Arguments that only some layers have are left out elsewhere: a function that replaces attention may lack them.
         options: dict[str, Any] = {}
         if self.sinks is not None:
-            is_sharded = hasattr(self.sinks, "to_local")  # by head, with tensor parallelism
-            options["sinks"] = self.sinks.to_local() if is_sharded else self.sinks
+            sinks = self.sinks  # [n]
+            if hasattr(sinks, "to_local"):  # sharded by head, with tensor parallelism
+                sinks = sinks.to_local()
+            options["sinks"] = sinks
         if self.chunk is not None:
             options["chunk"] = self.chunk
         out = self.attention(
@@ -212,13 +217,13 @@ class MultiHeadAttention(nn.Module):
             documents=documents,
             mask=mask,
             is_causal=self.is_causal,
-            dropout_p=self.attn_dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             window=self.window,
             softcap=self.softcap,
             **options,
         )
         if blocks:
-            out = self._attend_in_blocks(out, q, k, v, blocks)
+            out = self._attend_in_blocks(out, q, k, v, blocks, dropout_p)
         out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
         if gate is not None:
             out = out * gate.sigmoid()
@@ -227,8 +232,19 @@ class MultiHeadAttention(nn.Module):
             return out, (k, v)
         return out
 
-    def _attend_in_blocks(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Return ``out`` with other outputs in blocks, whose queries see all keys of the block in their window."""
+    def _attend_in_blocks(
+        self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], dropout_p: float
+    ) -> Tensor:
+        """Replace outputs in blocks of image tokens, whose queries see all keys of their block, later ones too.
+
+        Args:
+            out: outputs of causal attention ``[b, s, n, h]``.
+            q: queries ``[b, s, n, h]``.
+            k: keys ``[b, s, n_kv, h]``.
+            v: values ``[b, s, n_kv, h]``.
+            blocks: (start of the document, start, end) of each block, in positions of the flattened batch.
+            dropout_p: dropout probability of attention weights.
+        """
         window = self.window or q.shape[1]
         q_flat = q.flatten(0, 1)  # [b * s, n, h]
         k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
@@ -246,6 +262,7 @@ class MultiHeadAttention(nn.Module):
                 k_flat[None, first_key:end],
                 v_flat[None, first_key:end],
                 mask=mask[None],
+                dropout_p=dropout_p,
                 softcap=self.softcap,
             )
             block_outputs.append(block_output[0])

@@ -139,12 +139,9 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
         model.output = ClassifierHead(width, num_classes)
     description = getattr(model, "description", None)
     if description is not None:
-        is_same_head = description.num_classes == num_classes
-        class_names = description.class_names if is_same_head else ()
-        problem_type = description.problem_type if is_same_head else None
-        model.description = replace(
-            description, num_classes=num_classes, class_names=class_names, problem_type=problem_type
-        )
+        if description.num_classes != num_classes:  # another head, whose classes have no names yet
+            description = replace(description, num_classes=num_classes, class_names=(), problem_type=None)
+        model.description = description
     return model
 
 

@@ -136,12 +136,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.unit_offset = unit_offset
         self.rounds_last = rounds_last or unit_offset
-        self.scale = nn.Parameter(torch.zeros(dim) if unit_offset else torch.ones(dim))
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Reset the scale to a factor of one."""
-        neutral = 0.0 if self.unit_offset else 1.0
-        nn.init.constant_(self.scale, neutral)
+        if self.unit_offset:  # the factor is 1 + scale
+            nn.init.zeros_(self.scale)
+        else:
+            nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., dim]``; shape and dtype are kept."""

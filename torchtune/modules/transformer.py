@@ -619,7 +619,9 @@ class TransformerDecoder(nn.Module):
             if obstacle is not None:
                 raise ValueError(f"Documents share a prefix, but {obstacle}: give each document its own.")
         # A row of documents may be longer than the model's sequences, each of its documents may not.
-        longest = h.shape[1] if documents is None else documents.max_length
+        longest = h.shape[1]
+        if documents is not None:
+            longest = documents.max_length
         if longest > self.max_seq_len:
             raise DataError(
                 f"A sequence of {longest} tokens is longer than the model's max_seq_len {self.max_seq_len}: shorten it."

@@ -559,8 +559,11 @@ class VisionTower(nn.Module):
             num_rows = [sum(token_counts(image.grids, merge)) for image in images.missing]
             values_of_layers = torch.cat(outputs, dim=1)
             new_features = list(values_of_layers.split(num_rows))
-        elif is_sharded(self):  # other ranks may run the layers, which gathers their weights from all ranks
-            self._encode(self.blank(images.pixels.device))
+        elif is_sharded(self):
+            # Other ranks may have images to encode, which all-gathers the weights of these modules from all ranks.
+            outputs = self._encode(self.blank(images.pixels.device))
+            if is_frozen:
+                self._project(outputs)
         for image, image_features in zip(images.missing, new_features, strict=True):
             image.write(image_features)
 

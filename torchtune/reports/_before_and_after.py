@@ -267,9 +267,9 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
     is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
     first_label = int(is_label.argmax())
     end = first_label + int((~is_label[first_label:]).argmax())  # behind the last label of the turn
-    if end == 0:
+    if end == 0:  # no token is trained on
         return None
-    if first_label == 0:
+    if first_label == 0:  # nothing comes before the trained tokens
         first_label = min(_CONTEXT_OF_PLAIN_TEXT, end // 2)
     prompt = tokens[: first_label + 1]
     answer = tokens[first_label + 1 : end + 1]

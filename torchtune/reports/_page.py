@@ -84,6 +84,7 @@ def write_report(run: RunFolder, *, price_per_hour: float | None = None, estimat
     facts["before"] = run.measured("before")
     facts["after"] = run.measured("after")
     facts["curves"] = {name: thin(run.curve(name), _POINTS_IN_JSON) for name in metrics}
+    # `default` writes the interval of the verdict, a dataclass. Secrets are redacted in the whole text.
     plain_facts = json.loads(redact_secrets(json.dumps(facts, default=vars)))
     write_json(run.path / "report.json", valid_json(plain_facts))
 

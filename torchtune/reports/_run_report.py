@@ -469,7 +469,7 @@ class RunReport:
 
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank."""
-        self._has_ended = True
+        self._has_ended = True  # an error from here on makes no second report
         if not self._writes:
             return
         record = {

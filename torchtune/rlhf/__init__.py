@@ -2,6 +2,7 @@
 
 from torchtune._lazy import former_names
 from torchtune.rlhf import environments, loss, reward_functions
+from torchtune.rlhf._log_prob_cache import cache_reference, cache_teacher
 from torchtune.rlhf._ppo import (
     AnswerTokens,
     TokenAdvantages,
@@ -36,7 +37,6 @@ from torchtune.rlhf._rollouts import (
     rollout_batches,
     texts_of,
 )
-from torchtune.rlhf._row_cache import cache_reference, cache_teacher
 from torchtune.rlhf._samplers import LocalSampler, Sampler, ServerSampler
 from torchtune.rlhf._scored_rollouts import (
     GroupAdvantages,

@@ -200,9 +200,9 @@ class ServerSampler:
     for the published interface of vLLM 0.33, but not yet tested with a server.
 
     ``transformers`` (``transformers serve``) uses text and returns no log-probs. The trainer computes the old log-probs
-    before the first update. An answer is dropped if tokenizing its text does not give the number of sampled tokens;
-    ``answers/dropped`` counts dropped answers. The server must run without a fixed model, and unloads all its models
-    whenever the weights change.
+    before the first update. An answer is dropped if tokenizing its text does not give the number of sampled tokens, or
+    if it may have been cut before its stop token; ``answers/dropped`` counts dropped answers. The server must run
+    without a fixed model, and unloads all its models whenever the weights change.
 
     Args:
         model: the trained model.

@@ -105,13 +105,13 @@ class ScoredRollouts:
             the number of labels, summed over all ranks.
         """
         has_reward = ~self.rewards.isnan()  # [n, g]
-        trained = has_reward
+        is_trained = has_reward
         if loss.needs_rewards:  # equal rewards have the advantage 0, so that their group has no gradient
-            trained = has_reward & has_variance(self.rewards)[:, None]
+            is_trained = has_reward & has_variance(self.rewards)[:, None]
         flat_advantages = advantages.flatten()
         samples = []
         sample_advantages = []
-        for index in trained.flatten().nonzero().flatten().tolist():
+        for index in is_trained.flatten().nonzero().flatten().tolist():
             rollout = self.rollouts[index]
             if drop_unfinished and not rollout.finished:
                 continue

@@ -483,8 +483,11 @@ class TransformersServer(Server):
             raise RolloutError(f"{self.url} gave an answer without a text, its text is {_format_value(text)}.")
         text = _SURROGATE.sub("\ufffd", text)  # a tokenizer cannot encode a lone surrogate
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        is_finished = len(tokens) + 1 == num_sampled  # the text lacks the stop token
-        is_truncated = len(tokens) == num_sampled and choice.get("finish_reason") == "length"
+        is_at_limit = choice.get("finish_reason") == "length"
+        # The text lacks the stop token. At the limit, a missing token may also be one of two that the text joins, and
+        # nothing tells the two cases apart: such an answer is dropped.
+        is_finished = len(tokens) + 1 == num_sampled and not is_at_limit
+        is_truncated = len(tokens) == num_sampled and is_at_limit
         # U+FFFD stands for a part of a character, so its tokens are unknown.
         is_dropped = "\ufffd" in text or not (is_finished or is_truncated)
         if is_dropped:

@@ -28,7 +28,7 @@ _SILENT_INTERVALS = 5
 FINISHED = "finished"
 # Published by a rank that ends because its agent died, or because another rank is gone.
 ORPHANED = "orphaned"
-PEER_LOST = "bereft"
+PEER_LOST = "lost a peer"
 _FAREWELL = b"."  # sent by a rank that has finished
 _CONNECT_SECONDS = 5.0
 # A machine that vanishes closes nothing. Its neighbors probe it after a minute without traffic, and then every 20
@@ -46,10 +46,10 @@ class Beat:
         moved_at: time of its last sign of life, seconds since the epoch.
         waits: whether it waits in a collective.
         source_line: row of data and source line at which it is, if it stalls.
-        left: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``PEER_LOST``.
+        end: name of the error that ended its loop, or ``FINISHED``, ``ORPHANED``, ``PEER_LOST``.
         machine: node rank and host name.
         error: message of the error, if it is a user error.
-        cut: neighbors whose lifeline has ended.
+        lost_neighbors: neighbors whose lifeline has ended.
     """
 
     number: int = 0
@@ -60,15 +60,15 @@ class Beat:
     signs: int = 0
     waits: bool = False
     source_line: str = ""
-    left: str = ""
+    end: str = ""
     machine: str = ""
     error: str = ""
-    cut: tuple[int, ...] = ()
+    lost_neighbors: tuple[int, ...] = ()
 
     @property
     def failed(self) -> bool:
         """Whether the rank ended with an error that is not caused by another rank's end."""
-        return self.left not in ("", FINISHED, ORPHANED, PEER_LOST)
+        return self.end not in ("", FINISHED, ORPHANED, PEER_LOST)
 
 
 @dataclass
@@ -168,15 +168,15 @@ class Heartbeats:
         # Rank 0 may have finished, and its store with it, or be lost: only the lifelines show which.
         while not self._stop_event.wait(self._interval):
             self._lifelines.poll()
-        self._lifelines.close(has_finished=self.own_beat.left == FINISHED)
+        self._lifelines.close(has_finished=self.own_beat.end == FINISHED)
 
     def _sync_with_store(self, store: "Store") -> None:
         """Publish this rank's beat, and read the others' if they are needed."""
-        own_beat = replace(self.own_beat, cut=tuple(self._cut_ranks()))
+        own_beat = replace(self.own_beat, lost_neighbors=tuple(self._cut_ranks()))
         store.set(self._key(self._rank), json.dumps(asdict(own_beat)))
         if self._must_announce_stall:
             store.set(f"{self._prefix}/over", "")
-        if own_beat.failed or own_beat.left == ORPHANED or own_beat.cut:
+        if own_beat.failed or own_beat.end == ORPHANED or own_beat.lost_neighbors:
             store.set(f"{self._prefix}/broken", "")
         self.has_failed_rank = self.has_failed_rank or store.check([f"{self._prefix}/broken"])
         # In a run that goes well, ranks only write: a thousand ranks that read all others would load the store.
@@ -243,14 +243,14 @@ class Heartbeats:
             return None
         lost_beats = {}
         for rank, beat in self._peer_beats().items():
-            if not beat.left and beat.number == first_beats[rank].number:
+            if not beat.end and beat.number == first_beats[rank].number:
                 lost_beats[rank] = beat
         return lost_beats
 
     def failed_ranks(self) -> dict[int, Beat]:
         """Return the last beats read of ranks that lost their agent, else of ranks that failed, else of gone ranks."""
         beats = self._peer_beats()
-        orphaned = {rank: beat for rank, beat in beats.items() if beat.left == ORPHANED}
+        orphaned = {rank: beat for rank, beat in beats.items() if beat.end == ORPHANED}
         failed = {rank: beat for rank, beat in beats.items() if beat.failed}
         return orphaned or failed or self.gone_ranks()
 
@@ -262,11 +262,11 @@ class Heartbeats:
         silent = {}
         now = time.monotonic()
         for rank, peer in list(self.peer_beats.items()):
-            if not peer.beat.left and now - peer.beat_at > _SILENT_INTERVALS * self._interval:
+            if not peer.beat.end and now - peer.beat_at > _SILENT_INTERVALS * self._interval:
                 silent[rank] = peer.beat
         cut = set(self._cut_ranks())
         for beat in self._peer_beats().values():
-            cut.update(beat.cut)
+            cut.update(beat.lost_neighbors)
         if cut.isdisjoint(silent):
             return {}
         return silent
@@ -505,20 +505,28 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
         advice = "the process is stopped or its machine is gone"
         if log:
             advice += f"; see {log} for its last words"
-    elif beat.left:
-        text += f"ended with {beat.left} {seconds} s ago, {position}"
+    elif beat.end:
+        text += f"ended with {beat.end} {seconds} s ago, {position}"
         advice = f"see {log or 'its output'}"
     else:
         text += f"not moved for {seconds} s, {position}"
         advice = f"its stack is in {log or 'its output'}"
-    waiting = sorted(beats.keys() - stalled)
-    if waiting and all(beats[rank].left == FINISHED for rank in waiting):
-        have = "has" if len(waiting) == 1 else "have"
-        text += f", while {list_ranks(waiting)} {have} finished"
-    elif waiting:
+    peers = sorted(beats.keys() - stalled)
+    waiting = [rank for rank in peers if not beats[rank].end]
+    finished = [rank for rank in peers if beats[rank].end == FINISHED]
+    failed = [rank for rank in peers if beats[rank].failed]
+    clauses = []
+    if waiting:
         last_beat = beats[waiting[-1]]
         verb = "waits" if len(waiting) == 1 else "wait"
-        text += f", while {list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}"
+        clauses.append(f"{list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}")
+    if finished:
+        have = "has" if len(finished) == 1 else "have"
+        clauses.append(f"{list_ranks(finished)} {have} finished")
+    if failed:  # beside a silent rank, which may be what it waited for
+        clauses.append(f"{list_ranks(failed)} ended with {beats[failed[0]].end}")
+    if clauses:
+        text += f", while {' and '.join(clauses)}"
     return f"{text[0].upper()}{text[1:]}: {advice}."
 
 
@@ -575,7 +583,7 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
         else:
             reason = f"see {run_log_path(first) or 'its output'}."
             exit_code = 1
-        error = LostRankError(f"{ranks} ended with {beat.left}, {position}: {reason}", exit_code)
+        error = LostRankError(f"{ranks} ended with {beat.end}, {position}: {reason}", exit_code)
         # Ranks that fail log their error on their own machine.
         error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
         return error

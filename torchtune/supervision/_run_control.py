@@ -380,7 +380,8 @@ class RunControl:
         saves_epochs = self._save_every == "epoch"
         is_nth_step = not saves_epochs and self._is_nth_step(step, self._save_every)
         is_due = self._should_save or self.stopping or is_nth_step
-        self._should_save = False
+        self._should_save = False  # a request is met once
+        # After a signal, the checkpoint is that of a step, from which the run goes on.
         is_epoch_checkpoint = epoch_ends and saves_epochs and (self.finished or self.exit_code == 0)
         if is_due or is_epoch_checkpoint:
             self._saved_at = self._clock()
@@ -393,7 +394,7 @@ class RunControl:
             name = f"step_{step}"
         self._best.record_checkpoint(name)
         if self._dims.is_main and math.isfinite(self._grace):
-            self._saved_at = self._clock()
+            self._saved_at = self._clock()  # without the wait above: from here, `_check_grace` measures the checkpoint
             self._unmeasured = self._save_file.parent / name
         return name
 

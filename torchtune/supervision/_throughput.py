@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchtune.training.parallel import ParallelDims
 
 
-class _Step(NamedTuple):
+class _MeasuredStep(NamedTuple):
     """Seconds, processed tokens, labeled tokens and FLOPs of a step."""
 
     seconds: float
@@ -64,7 +64,7 @@ class Throughput:
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}.")
         self._clock = clock
-        self._window: deque[_Step] = deque(maxlen=window)
+        self._window: deque[_MeasuredStep] = deque(maxlen=window)
         self._started = clock()
         self._step_start = self._started
         self._logged = self._started
@@ -180,7 +180,7 @@ class Throughput:
         if self._flops is not None:
             labels = trained / self._world_size  # of this process, on average
             flops = (self._flops.token + self._attention_flops) * processed + self._flops.label * labels
-        self._window.append(_Step(now - self._step_start, processed, trained, flops))
+        self._window.append(_MeasuredStep(now - self._step_start, processed, trained, flops))
         self._step_start = now
         self.processed += processed
         self.trained += trained

@@ -201,10 +201,10 @@ class Watchdog:
         if loss is not None:
             raise loss from error
 
-    def _publish_exit(self, left: str, error: str = "") -> None:
+    def _publish_exit(self, end: str, error: str = "") -> None:
         """Publish a last beat, with the reason of the end and the message of a user error."""
         if self._heartbeats is not None:
-            self._heartbeats.own_beat = replace(self._make_beat(left=left), error=error)
+            self._heartbeats.own_beat = replace(self._make_beat(end=end), error=error)
             self._heartbeats.stop(seconds=2.0)
 
     def _schedule_stack_dump(self) -> None:
@@ -223,7 +223,7 @@ class Watchdog:
         if dist.is_available() and dist.is_initialized() and self._timeout < math.inf:
             self._num_groups = set_collective_timeout(2 * self._timeout + 60, self._num_groups)
 
-    def _make_beat(self, still: bool = False, left: str = "") -> Beat:
+    def _make_beat(self, still: bool = False, end: str = "") -> Beat:
         """Return a new beat of this rank; if it stands ``still``, with its place in the code."""
         activity = self._activity
         line = ""
@@ -242,7 +242,7 @@ class Watchdog:
             signs=activity.signs,
             waits=waits,
             source_line=line,
-            left=left,
+            end=end,
             machine=machine_name(),
         )
 
@@ -345,7 +345,7 @@ class Watchdog:
         if self._heartbeats is not None:
             for rank, peer in list(self._heartbeats.peer_beats.items()):
                 beats[rank] = peer.beat
-                if now - peer.beat_at > self._timeout / 4 and not peer.beat.left:
+                if now - peer.beat_at > self._timeout / 4 and not peer.beat.end:
                     silent.add(rank)
             if self._is_store_lost(now):
                 own_stall = describe_stall({self._rank: own_beat}, set(), time.time()).rstrip(".")

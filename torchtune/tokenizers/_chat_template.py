@@ -100,9 +100,9 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self.variables = dict(variables)
-        self.now: datetime | None = None
+        self.now: datetime | None = None  # what `strftime_now` reads; None for the clock
         self.marks_generation = "generation" in source and "endgeneration" in source
-        self._is_part_role: dict[str, bool] = {}
+        self._is_part_role: dict[str, bool] = {}  # by role, whether the template reads a list of parts
         self._is_reasoning_written: dict[bool, bool] = {}  # by whether the reasoning has a field of its own
         if len(source) > MAX_SOURCE:
             raise DataError(f"The chat template has {len(source)} characters: {MAX_SOURCE} are the most that is read.")

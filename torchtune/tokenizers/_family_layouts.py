@@ -16,13 +16,17 @@ from torchtune.data import (
     read_tool_calls,
     read_tools,
 )
-from torchtune.tokenizers._byte_level_bpe import ByteLevelBPE
+from torchtune.tokenizers._byte_pair_encoding import (
+    CL100K_PATTERN,
+    ByteLevelBPE,
+    TekkenTokenizer,
+    TikTokenBaseTokenizer,
+)
 from torchtune.tokenizers._chat_layouts import Part, Row, TurnsTokenizer, required_ids
-from torchtune.tokenizers._control_tokens import ControlTokens
 from torchtune.tokenizers._files import PublishedFiles
+from torchtune.tokenizers._masked_encoding import ControlTokens
 from torchtune.tokenizers._protocols import adds_end_tokens, text_only
 from torchtune.tokenizers._sentencepiece import SentencePieceBaseTokenizer
-from torchtune.tokenizers._tiktoken import CL100K_PATTERN, TekkenTokenizer, TikTokenBaseTokenizer
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"

@@ -8,28 +8,25 @@ rendered once per kind of passage, so that the cost is linear in the length of t
 """
 
 import re
-import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from torchtune.data import REASONING_FIELDS, DataError
+from torchtune.data import DataError
+from torchtune.tokenizers._chat_template import ChatTemplate
+from torchtune.tokenizers._marked_turns import (
+    MarkedTurn,
+    Marker,
+    Rendering,
+    Span,
+    Turn,
+    inner_span,
+    marked_text,
+    read_marks,
+)
 from torchtune.tokenizers._protocols import any_text_pattern
-
-Turn = Mapping[str, Any]
-Span = tuple[int, int]
-# (messages, add_generation_prompt) -> text
-Render = Callable[[Sequence[Turn], bool], str]
-
-# Letters and digits only, which templates and JSON leave unchanged; random, so no text contains them.
-_KEY = f"m{uuid.uuid4().hex[:16]}"
-_MARK = re.compile(rf"{_KEY}(\d+)([oc])q")
-_OPENING_TAGS = re.compile(r"\s*(?:</?\w+>\s*)*")
-_MAX_CLOSING_TAGS = 4
-_CLOSING_TAG = re.compile(r"</?\w{1,40}>\Z")
-_MAX_TAG_LENGTH = 43
 
 _DIGIT = re.compile(r"\d")
 _STAND_IN = "StandInText"
@@ -45,184 +42,6 @@ _OMITTED_TEXT = {
     "tool": "results of tools",
     "assistant": "text of assistant turns",
 }
-
-
-class Rendering(NamedTuple):
-    """A rendered conversation without its marks, and the spans that they enclosed."""
-
-    text: str
-    spans: dict[int, Span]  # by number of the marked text
-
-
-class MarkedTurn(NamedTuple):
-    """A turn with marks around its texts, and the numbers of these texts.
-
-    Attributes:
-        turn: the turn with marks.
-        calls: numbers of the function names of its tool calls.
-        text: numbers of its text, without reasoning.
-        reasoning: numbers of its reasoning, in fields of its own and before ``</think>`` in the text.
-    """
-
-    turn: Turn
-    calls: list[int]
-    text: list[int]
-    reasoning: list[int]
-
-
-def marked_text(text: str, number: int) -> str:
-    """Enclose ``text`` in the marks of a number."""
-    return f"{_KEY}{number}oq{text}{_KEY}{number}cq"
-
-
-def read_marks(marked: str) -> Rendering:
-    """Remove the marks from a text and return the span of each marked text's first occurrence."""
-    pieces: list[str] = []
-    spans: dict[int, Span] = {}
-    closed: set[int] = set()
-    length = 0
-    position = 0
-    for mark in _MARK.finditer(marked):
-        pieces.append(marked[position : mark.start()])
-        length += mark.start() - position
-        position = mark.end()
-        number = int(mark[1])
-        is_closing = mark[2] == "c"
-        if number not in spans:
-            spans[number] = (length, length)
-        elif is_closing and number not in closed:
-            spans[number] = (spans[number][0], length)
-        if is_closing:
-            closed.add(number)
-    pieces.append(marked[position:])
-    return Rendering("".join(pieces), spans)
-
-
-def inner_span(text: str) -> Span:
-    """Return the span of a text without outer white space and tags, which a template may strip or search for."""
-    start = _OPENING_TAGS.match(text).end()
-    end = len(text.rstrip())
-    for _ in range(_MAX_CLOSING_TAGS):
-        tag = _CLOSING_TAG.search(text, max(start, end - _MAX_TAG_LENGTH), end)
-        if tag is None:
-            break
-        end = start + len(text[start : tag.start()].rstrip())
-    return start, end
-
-
-def subtract_span(spans: Sequence[Span], removed: Span) -> list[Span]:
-    """Return spans without the characters of ``removed``."""
-    remaining: list[Span] = []
-    for start, end in spans:
-        before = (start, min(end, removed[0]))
-        after = (max(start, removed[1]), end)
-        if before[0] < before[1]:
-            remaining.append(before)
-        if after[0] < after[1]:
-            remaining.append(after)
-    return remaining
-
-
-class Marker:
-    """Adds numbered marks around the texts of turns."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.texts = [""]  # marked text by number, from 1 on
-
-    def _mark(self, text: str, span: Span | None = None) -> str:
-        """Add marks around a span of ``text``, by default without outer white space; add none around nothing."""
-        if span is None:
-            span = (len(text) - len(text.lstrip()), len(text.rstrip()))
-        start, end = span
-        if start >= end:
-            return text
-        self.count += 1
-        self.texts.append(text[start:end])
-        return text[:start] + marked_text(text[start:end], self.count) + text[end:]
-
-    def _numbered(self, text: str, span: Span | None = None) -> tuple[str, list[int]]:
-        """Return a text with marks, and its number; no number for white space."""
-        previous_count = self.count
-        return self._mark(text, span), list(range(previous_count + 1, self.count + 1))
-
-    def _answer(self, text: str) -> tuple[str, list[int], list[int]]:
-        """Return an assistant's text with marks, the numbers of the answer, and those of the reasoning before it."""
-        *thoughts, answer = text.split("</think>")
-        reasoning: list[int] = []
-        pieces: list[str] = []
-        for thought in thoughts:
-            piece, numbers = self._numbered(thought)
-            pieces.append(piece)
-            start, end = inner_span(thought)
-            if start < end:  # more than an opening tag
-                reasoning += numbers
-        piece, answer_numbers = self._numbered(answer)
-        marked = "</think>".join([*pieces, piece])
-        if marked == text:  # nothing but white space
-            marked, answer_numbers = self._numbered(text)
-            return marked, answer_numbers, []
-        return marked, answer_numbers, reasoning
-
-    def _nested(self, value: Any) -> Any:
-        """Return plain data with marks around its texts, whose numbers nobody asks for."""
-        if isinstance(value, str):
-            return self._mark(value)
-        if isinstance(value, Mapping):
-            return {key: self._nested(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._nested(item) for item in value]
-        return value
-
-    def _parts(self, content: Sequence[Any]) -> tuple[list[Any], list[int]]:
-        """Return the parts of a turn with marks around their texts, and the numbers of these texts."""
-        parts: list[Any] = []
-        numbers: list[int] = []
-        for part in content:
-            if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                text, text_numbers = self._numbered(part["text"])
-                part = {**part, "text": text}
-                numbers += text_numbers
-            parts.append(part)
-        return parts, numbers
-
-    def _call(self, call: Any) -> tuple[Any, list[int]]:
-        """Return a tool call with marks around its name and arguments, and the number of its name."""
-        function = None
-        if isinstance(call, Mapping):
-            function = call.get("function", call)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            return call, []
-        name, numbers = self._numbered(function["name"])
-        function = {**function, "name": name, "arguments": self._nested(function.get("arguments"))}
-        if "function" in call:
-            return {**call, "function": function}, numbers
-        return function, numbers
-
-    def turn(self, turn: Turn) -> MarkedTurn:
-        """Add marks to the texts of a turn."""
-        marked = dict(turn)
-        text: list[int] = []
-        reasoning: list[int] = []
-        calls: list[int] = []
-        content = turn.get("content")
-        if isinstance(content, str) and turn["role"] == "assistant":
-            marked["content"], text, reasoning = self._answer(content)
-        elif isinstance(content, str):
-            marked["content"], text = self._numbered(content, inner_span(content))
-        elif isinstance(content, list | tuple):
-            marked["content"], text = self._parts(content)
-        for field in REASONING_FIELDS:
-            if isinstance(turn.get(field), str):
-                marked[field], numbers = self._numbered(turn[field])
-                reasoning += numbers
-        if isinstance(turn.get("tool_calls"), list):
-            marked["tool_calls"] = []
-            for call in turn["tool_calls"]:
-                marked_call, numbers = self._call(call)
-                marked["tool_calls"].append(marked_call)
-                calls += numbers
-        return MarkedTurn(marked, calls, text, reasoning)
 
 
 def common_prefix(left: str, right: str) -> int:
@@ -247,24 +66,28 @@ class TurnFinder:
     """Locates the turns of one rendered conversation.
 
     Args:
-        render: renders all or part of the conversation.
+        template: the chat template.
         messages: the conversation as the template's input.
         text: the rendered conversation.
         stops: special tokens that may end an assistant turn.
         special: all special tokens.
+        tools: tools of the conversation.
         answer_ends: special tokens that follow the text of an answer, while ``stops`` are not known yet.
     """
 
     def __init__(
         self,
-        render: Render,
+        template: ChatTemplate,
         messages: Sequence[Turn],
         text: str,
         stops: Sequence[str],
-        special: Sequence[str] = (),
+        special: Sequence[str],
+        *,
+        tools: Sequence[Any] | None = None,
         answer_ends: Sequence[str] = (),
     ) -> None:
-        self._render = render
+        self._template = template
+        self._tools = tools
         self.messages = list(messages)
         self.text = text
         self.stops = tuple(stops)
@@ -316,6 +139,46 @@ class TurnFinder:
     def _rank(self) -> dict[int, int]:
         """Position in :attr:`_order` of each marked text."""
         return {number: rank for rank, number in enumerate(self._order)}
+
+    def trained(self, masked: Sequence[bool], generated: Sequence[Span]) -> list[Span]:
+        """Return the spans of the turns that are trained on, in order.
+
+        Args:
+            masked: whether each turn is masked.
+            generated: spans of the template's ``{% generation %}`` blocks in the text.
+
+        Raises:
+            DataError: a turn cannot be located, or the template does not write it.
+        """
+        assistant_turns = [i for i, turn in enumerate(self.messages) if turn["role"] == "assistant"]
+        generated_by_turn: dict[int, Span] = {}
+        # With another number of blocks, it is not known which block is whose: the turns are looked for.
+        if self._template.marks_generation and len(generated) == len(assistant_turns):
+            generated_by_turn = dict(zip(assistant_turns, generated, strict=True))
+        spans: list[Span] = []
+        for i, turn in enumerate(self.messages):
+            if masked[i]:
+                continue
+            if i in generated_by_turn:
+                self.check_written(i)
+                spans.append(self._with_stop(generated_by_turn[i]))
+            elif turn["role"] == "assistant":
+                spans += self.assistant(i)
+            else:
+                spans.append(self.other(i))
+        return sorted(spans)
+
+    def _with_stop(self, block: Span) -> Span:
+        """Extend a generation block without end-of-turn token to the end-of-turn token that follows."""
+        start, end = block
+        stripped_end = start + len(self.text[start:end].rstrip())
+        if self.text.endswith(self.stops, start, stripped_end):
+            return start, stripped_end
+        following = self.text[end:].lstrip()
+        stop = first_special(following, self.stops)
+        if stop is None:
+            return start, end
+        return start, len(self.text) - len(following) + len(stop)
 
     def assistant(self, index: int) -> list[Span]:
         """Return the spans of turn ``index`` that the model generates.
@@ -444,9 +307,10 @@ class TurnFinder:
     def _rendered(self, messages: Sequence[Turn], *, add_generation_prompt: bool) -> Rendering | None:
         """Render messages; None if the template rejects a conversation that ends here."""
         try:
-            return read_marks(self._render(messages, add_generation_prompt))
+            text, _ = self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=self._tools)
         except DataError:
             return None
+        return read_marks(text)
 
     def _text_runs(self, index: int) -> list[tuple[int, int]]:
         """Return (first, last) text number of each run of texts of a turn, without another turn's text in between."""
@@ -629,7 +493,7 @@ class TurnFinder:
         special_tokens = list(self._special.finditer(passage))
         if is_last and not special_tokens:
             return len(passage)
-        if is_last and len(special_tokens) == 1:
+        if is_last and len(special_tokens) == 1:  # it ends the turn
             return special_tokens[0].end()
         continuations: Iterable[list[Turn]] = [self._turns[: index + 1]]  # the conversation that ends here
         if is_last:
@@ -647,7 +511,7 @@ class TurnFinder:
                     tail = None
                 if tail is not None:
                     tail = tail[len(opening) :]
-                if tail == "":
+                if tail == "":  # a conversation that ends here has nothing behind the opening
                     return 0
             if tail is not None:
                 return self._find_closing(index, passage, tail, continues=continues)
@@ -729,13 +593,15 @@ _ASSISTANT_TURNS: list[tuple[Turn, list[Turn]]] = [
 ]
 
 
-def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def learn_stops(
+    template: ChatTemplate, special: Sequence[str], configured: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Find the special tokens that end the assistant's turns in a template.
 
     Renders small conversations with an answer and with a tool call; skips conversations that the template rejects.
 
     Args:
-        render: renders a conversation.
+        template: the chat template.
         special: all special tokens.
         configured: end tokens of the checkpoint's config files.
 
@@ -751,13 +617,13 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
         # At the end of the conversation, and before other turns: a template may end both differently.
         for turns in ([_USER, turn], [_USER, turn, *following_turns]):
             try:
-                text = render(turns, False)
+                text, _ = template.render(turns)
                 # The token behind the text of an answer is an end, whatever the config files say.
                 _, _, behind_answer = text.partition(_STAND_IN)
                 answer_end = first_special(behind_answer, special)
                 if answer_end is not None:
                     answer_ends.append(answer_end)
-                finder = TurnFinder(render, turns, text, configured, special, answer_ends)
+                finder = TurnFinder(template, turns, text, configured, special, answer_ends=answer_ends)
                 start, end = finder.assistant(1)[0]
             except DataError:  # the template takes no such conversation
                 continue
@@ -769,8 +635,6 @@ def learn_stops(render: Render, special: Sequence[str], configured: Sequence[str
 
 
 _MAX_LAYOUTS = 4096
-# (turns, masked) -> rendered text and its trained spans
-FindSpans = Callable[[list[Turn], list[bool]], tuple[str, list[Span]]]
 _PLACEHOLDER = re.compile("(Text\ue010\\d+\ue011)")
 # Position in a layout: (number of turn texts that end before it, layout characters before it).
 _Position = tuple[int, int]
@@ -796,19 +660,30 @@ class LayoutCache:
     Otherwise, for example if the template strips a text or drops reasoning, the result is None.
 
     Args:
-        find_spans: renders a conversation and finds its spans from further renderings.
+        stops: special tokens that may end an assistant turn.
+        special: all special tokens.
     """
 
-    def __init__(self, find_spans: FindSpans) -> None:
-        self._find_spans = find_spans
+    def __init__(self, stops: Sequence[str], special: Sequence[str]) -> None:
+        self._stops = stops
+        self._special = special
         self._layouts: dict[Any, _Layout | None] = {}  # None: the template does not write the placeholders as texts
 
     def fingerprint_parts(self) -> list[Any]:
         """Return an empty list: the template determines the cache."""
         return []
 
-    def spans(self, text: str, turns: Sequence[Turn], masked: Sequence[bool]) -> list[Span] | None:
-        """Return (start, end) of the trained spans of ``text``, the rendered ``turns``; None if not known."""
+    def spans(
+        self, template: ChatTemplate, turns: Sequence[Turn], text: str, masked: Sequence[bool]
+    ) -> list[Span] | None:
+        """Return the trained spans of a rendered conversation without tools; None if its layout does not show them.
+
+        Args:
+            template: the chat template, always the same.
+            turns: the conversation as the template's input.
+            text: the rendered conversation.
+            masked: whether each turn is masked.
+        """
         contents = []
         for turn in turns:
             content = turn.get("content")
@@ -822,7 +697,7 @@ class LayoutCache:
         if key not in self._layouts:
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = self._learn_layout(*key)
+            self._layouts[key] = self._learn_layout(template, *key)
         layout = self._layouts[key]
         if layout is None:
             return None
@@ -839,12 +714,13 @@ class LayoutCache:
             spans.append((start, end))
         return spans
 
-    def _learn_layout(self, roles: Sequence[str], masked: Sequence[bool]) -> _Layout | None:
+    def _learn_layout(self, template: ChatTemplate, roles: Sequence[str], masked: Sequence[bool]) -> _Layout | None:
         """Return the layout of a sequence of roles; None if the template does not write the placeholders as texts."""
         placeholders = [f"Text\ue010{i}\ue011" for i in range(len(roles))]  # private-use characters, as in no layout
         turns = [{"role": role, "content": text} for role, text in zip(roles, placeholders, strict=True)]
         try:
-            text, spans = self._find_spans(turns, list(masked))
+            text, generated = template.render(turns)
+            spans = TurnFinder(template, turns, text, self._stops, self._special).trained(masked, generated)
         except DataError:  # the template rejects the placeholder texts
             return None
         pieces = _PLACEHOLDER.split(text)

@@ -119,8 +119,8 @@ def classification_scores(problem_type: str, logits: np.ndarray, targets: np.nda
         predicted = logits.argmax(-1)[:, None] == classes  # [n, c]
         expected = targets.astype(np.int64) == classes  # [n, c]
     else:
-        predicted = logits > 0
-        expected = targets > 0.5
+        predicted = logits > 0  # a probability above 1/2
+        expected = targets > 0.5  # they are 0.0 and 1.0
     num_right = (predicted & expected).sum(0)  # [c]
     num_predicted_and_expected = predicted.sum(0) + expected.sum(0)  # [c]
     # F1 is 2 · right / (predicted + expected); a class that neither occurs nor is predicted has 0.

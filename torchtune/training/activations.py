@@ -84,7 +84,7 @@ def set_activation_checkpointing(model: nn.Module, auto_wrap_policy: ACWrapPolic
 
         def is_selected(module: nn.Module) -> bool:
             numel = sum(parameter.numel() for parameter in module.parameters())
-            return auto_wrap_policy(module, False, numel)
+            return auto_wrap_policy(module, False, numel)  # recurse=False: whether to select this module
 
     def checkpoint_selected(module: nn.Module) -> int:
         """Checkpoint the outermost selected modules, and return their number."""

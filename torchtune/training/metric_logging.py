@@ -306,6 +306,7 @@ class WandBLogger(TrackingLogger):
                 raise _no_account(None) from error
             raise LoggerSettingsError(error) from error
         _store_name(log_dir, "wandb_run_id.txt", self._run.id)
+        # The x-axis of all charts is the optimizer step, not the service's own count of calls.
         self._run.define_metric("global_step")
         self._run.define_metric("*", step_metric="global_step", step_sync=True)
 

@@ -58,7 +58,7 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
         deterministic = torch.get_deterministic_debug_mode() > 0
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = not deterministic
-        if deterministic:
+        if deterministic:  # cuBLAS is deterministic with a fixed workspace alone, and torch raises an error without
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return seed
 

@@ -62,13 +62,23 @@ from ._packages import require as require
 from ._packages import torch_version_ge as torch_version_ge
 from ._remote_folder import RemoteError, RemoteFolder, is_url, local_path
 from ._torch_private import (
+    FakeTensor,
+    FakeTensorMode,
     FrozenIntegers,
+    TorchDispatchMode,
     allow_compiled_versions,
     compiled_with_backward,
     compiler_errors,
     compiler_options,
+    fake_store,
     find_compiler,
     forbid_mixed_reductions,
+    forget_meshes,
+    fsdp_groups,
+    group_named,
+    shape_propagation,
+    tree_leaves,
+    unset_fake_temporarily,
 )
 from ._torch_private import bound_onednn_caches as bound_onednn_caches
 from ._torch_private import flatten_mesh as flatten_mesh

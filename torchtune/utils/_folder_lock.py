@@ -67,11 +67,13 @@ class FolderLock:
         """
         if self.is_held:
             return
+        # A second run of this process, as in a notebook, takes over the folder of the first.
         if waiting is None and self.path in _held:
             _held[self.path].release()
         start = time.monotonic()
 
-        def wait() -> bool:
+        def should_cancel() -> bool:
+            """Return False: the lock is waited for, and the watchdog is told so."""
             sign_of_life()
             if time.monotonic() - start > 10:
                 log_once(get_logger(), waiting)
@@ -81,7 +83,7 @@ class FolderLock:
         self._created_folder = not self.folder.exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(_PATIENCE if waiting is None else -1, poll_interval=0.1, cancel_check=wait)
+            self._lock.acquire(_PATIENCE if waiting is None else -1, poll_interval=0.1, cancel_check=should_cancel)
         except Timeout:
             raise UserError(
                 f"{self._key}: {self.folder} is in use by another run ({self._describe_owner()}): wait until it has "

@@ -76,7 +76,7 @@ def test_every_model_of_the_table_has_configs_on_demand_or_a_reason():
         assert has_config or reason_against(model, "lora_dpo_single_device")
 
 
-def test_no_name_on_demand_is_a_file():
+def test_configs_made_on_demand_have_other_names_than_files():
     shipped = shipped_configs()
     assert not shipped & set(configs_on_demand())
 
@@ -138,7 +138,7 @@ def test_teacher_is_the_next_larger_model_of_the_family():
         ("llama2/1B_lora", "llama2/1B has no builder of its own: the configs any_"),
     ],
 )
-def test_combination_that_cannot_be_says_why(tune, name, reason):
+def test_a_model_and_a_method_that_do_not_fit_are_refused_with_the_reason(tune, name, reason):
     assert re.search(reason, reason_without_config(name))
     assert find_config(name) is None
     result = tune("validate", name)

@@ -23,7 +23,7 @@ import torchtune
 from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
-from torchtune.checkpoints import _export
+from torchtune.checkpoints import _export, _small_files
 from torchtune.checkpoints._export import SaveView
 from torchtune.checkpoints._save import TensorSlice
 from torchtune.modules.moe import LoRAGroupedExperts
@@ -404,7 +404,7 @@ def save_embedding_model(runs, folder, **settings):
     )
     files = InfoNCELoss(pooling="mean").extra_files(model, data, tokenizer)
     files["config_sentence_transformers.json"] |= settings
-    _export.write_extra_files(saved, files)
+    _small_files.write_extra_files(saved, files)
     return saved
 
 
@@ -420,7 +420,7 @@ def test_embeddings_of_exported_files_are_compared(runs, tmp_path, tune):
         assert "pip install 'torchtune[embeddings]'" in line
 
 
-def test_other_embeddings_fail_the_check(runs, tmp_path, tune):
+def test_an_export_that_computes_other_embeddings_fails_its_check(runs, tmp_path, tune):
     """The model was trained with an end of texts that no other library knows."""
     saved = save_embedding_model(runs, tmp_path, add_eos=True)
     done = tune("export", str(saved), "--to", "merged", "--output", str(tmp_path / "out"))
@@ -434,7 +434,7 @@ def test_reranker_keeps_its_template(tmp_path, tune):
     model, tokenizer = torchtune.load(saved, device="cpu")
     rows = [{"query": "who", "positive": "cat", "negatives": ["dog"]}]
     data = torchtune.datasets.reranking_dataset(tokenizer, source=rows, template="{query} {document}")
-    _export.write_extra_files(saved, RerankBCELoss().extra_files(model, data, tokenizer))
+    _small_files.write_extra_files(saved, RerankBCELoss().extra_files(model, data, tokenizer))
     done = tune("export", str(saved), "--to", "hf", "--output", str(tmp_path / "out"))
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out" / "reranker_config.json").read_text())["template"] == "{query} {document}"

@@ -285,7 +285,7 @@ def test_separate_validation_data_are_converted(convert):
 
 
 @pytest.mark.parametrize("lines", ["", "eval_strategy: no\n"])
-def test_choices_by_a_validation_that_there_is_not_are_listed(convert, lines):
+def test_settings_that_need_validation_are_listed_where_nothing_is_validated(convert, lines):
     lines += "early_stopping_patience: 3\nload_best_model_at_end: true\nmetric_for_best_model: eval_loss\n"
     converted, report = convert(AXOLOTL + lines)
     assert "early_stopping_patience" not in converted

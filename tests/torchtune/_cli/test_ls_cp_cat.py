@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 import torchtune._recipe_registry
-from torchtune._cli._find_recipe import families
 from torchtune._cli.ls_cp_cat import List, overview
 from torchtune._config_templates import configs_on_demand
-from torchtune._recipe_registry import find_config, find_recipe, get_all_recipes
+from torchtune._recipe_registry import families, find_config, find_config_file, find_recipe, get_all_recipes
 
 RECIPE = "lora_finetune_single_device"
 CONFIG = "llama3_2/1B_lora_single_device"
@@ -198,6 +197,18 @@ def test_a_config_is_found_for_its_recipe_first():
     assert find_config(CONFIG) == find_config(CONFIG, recipe=RECIPE) == find_config(CONFIG, recipe="generate")
     assert find_config("nothing") is None
     assert find_recipe("nothing") is None
+
+
+def test_a_config_is_a_shipped_name_or_else_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "mine", CONFIG, f"{CONFIG}.YAML"):
+        assert find_config_file(name) == find_config(name)
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("epochs: 1")
+    assert find_config_file("mine.yaml") == Path("mine.yaml")
+    assert find_config_file("mine") == Path("mine")
+    assert find_config_file(CONFIG) == find_config(CONFIG)
+    assert find_config_file(f"{CONFIG}.YAML") == Path(f"{CONFIG}.YAML")
 
 
 @pytest.mark.parametrize(

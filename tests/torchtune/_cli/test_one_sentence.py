@@ -78,3 +78,34 @@ def test_scores_of_an_export_are_compared_by_their_spread_over_prompts(reward, t
 def test_command_without_a_config_shows_how_to_name_one(command, expected, tune):
     done = tune(*command.split())
     assert (done.code, done.err, done.out) == (2, f"error: {expected}\n", "")
+
+
+SMALLEST = {
+    "serve MISSING": "--port 0 --max-new-tokens 1 --max-sequences 1 --max-waiting 1",
+    "chat --model MISSING": "--temperature 0 --top-k 0 --top-p 0 --min-p 0 --max-new-tokens 1 --seed 0",
+    "eval MISSING": (
+        "--limit 1 --max-new-tokens 1 --max-sequences 1 --temperature 0 --seed 0 --dimensions 1 --rerank-first 1 "
+        "--top-k 0 --top-p 0 --min-p 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", SMALLEST)
+def test_smallest_value_of_an_option_is_taken_and_a_smaller_one_is_not(command, tune, tmp_path):
+    words = command.replace("MISSING", str(tmp_path / "missing")).split()
+    done = tune(*words, *SMALLEST[command].split())
+    assert done.err.startswith(f"error: {tmp_path / 'missing'}: there is no such folder")
+    options = SMALLEST[command].split()
+    for name, smallest in zip(options[::2], options[1::2], strict=True):
+        done = tune(*words, f"{name}={int(smallest) - 1}")
+        assert done.code == 2
+        assert f"error: {name} is {int(smallest) - 1}" in done.err
+        assert done.err.endswith(f"it must be at least {smallest}.\n")
+
+
+@pytest.mark.parametrize("command", ["chat --model MISSING", "eval MISSING"])
+def test_largest_probability_is_taken_and_a_larger_one_is_not(command, tune, tmp_path):
+    words = command.replace("MISSING", str(tmp_path / "missing")).split()
+    assert "there is no such folder" in tune(*words, "--top-p=1", "--min-p=1").err
+    for name in ("--top-p", "--min-p"):
+        assert tune(*words, f"{name}=1.5").err == f"error: {name} is 1.5: it must be at most 1.\n"

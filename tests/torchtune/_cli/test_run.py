@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.recipes.runs import write_config
-from torchtune._cli.subcommand import parse_command
+from torchtune._cli.run import parse_command
 from torchtune.utils import UserError
 
 OWN_RECIPE = '''

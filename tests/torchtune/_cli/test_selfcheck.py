@@ -4,8 +4,8 @@ import pytest
 
 from tests.recipes.runs import RECIPES, write_config
 from tests.tiny_images import CONFIGS, image_text_model, write_image_checkpoint, write_pictures
-from torchtune._cli._find_recipe import RecipeTarget
 from torchtune._cli._selfchecks import NotChecked, _Checks, selfcheck
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.data import collate_documents
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.tokenizers import HuggingFaceModelTokenizer
@@ -62,6 +62,12 @@ class TrainsQuestions(_Masked):
     """The questions are trained, too."""
 
     changed = staticmethod(lambda mask: [False] * len(mask))
+
+
+class TrainsLastHeaderToken(_Masked):
+    """The token before each answer is trained, too."""
+
+    changed = staticmethod(lambda mask: [now and after for now, after in zip(mask, [*mask[1:], True], strict=True)])
 
 
 class MasksEnds(_Masked):
@@ -183,6 +189,11 @@ def test_wrong_label_masks_are_found(shared, tmp_path, component, said):
 def test_prompts_trained_by_the_config_are_accepted(shared, tmp_path):
     recipe_checks = checks(shared, tmp_path, dataset__masking_strategy="train_on_all")
     assert recipe_checks.labels() == "24 rows are prompt and answer"
+
+
+def test_trained_tokens_of_the_header_are_counted(shared, tmp_path):
+    recipe_checks = checks(shared, tmp_path, tokenizer=tokenizer(shared, "TrainsLastHeaderToken"))
+    assert recipe_checks.labels() == "24 rows are prompt and answer; the layout trains 1 tokens of the header"
 
 
 def test_masked_end_of_turn_is_found(shared, tmp_path):

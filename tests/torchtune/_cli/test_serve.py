@@ -436,6 +436,8 @@ def test_log_probs_are_those_of_a_forward_pass(streams, server, loaded):
                 text += choice["delta"].get("content", "")
                 if choice["logprobs"]:
                     content += choice["logprobs"]["content"]
+                # Log-probs come with the text of their tokens, and no other chunk has any.
+                assert (choice["logprobs"] is not None) == ("content" in choice["delta"])
     else:
         content = reply["choices"][0]["logprobs"]["content"]
         text = reply["choices"][0]["message"]["content"]
@@ -563,3 +565,12 @@ def test_full_queue_is_refused_and_a_closed_connection_ends_its_answer(streams, 
         handle.remove()
         assert replies["answer"]
         assert len(steps) < 50, "of an answer of up to 4,000 tokens"
+
+
+@pytest.mark.parametrize(("error", "is_printed"), [(BrokenPipeError(), False), (ValueError("own"), True)])
+def test_traceback_is_printed_unless_the_client_has_left(error, is_printed, capsys):
+    try:
+        raise error
+    except (OSError, ValueError):
+        ChatServer.handle_error(ChatServer.__new__(ChatServer), None, ("127.0.0.1", 1))
+    assert ("Traceback" in capsys.readouterr().err) is is_printed

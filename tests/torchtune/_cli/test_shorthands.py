@@ -213,7 +213,7 @@ def test_loss_of_other_rows_is_refused(expand):
         expand("any_full", [NEGATIVES], "loss=torchtune.rlhf.loss.RerankBCELoss", reader)
 
 
-def test_own_batches_and_losses_stay(expand):
+def test_a_batch_size_and_a_loss_of_the_command_line_are_kept(expand):
     overrides = expand("any_full", [RETRIEVAL], "batch_size=4", "loss.temperature=0.02")
     assert [override for override in overrides if override.startswith("batch_size")] == ["batch_size=4"]
     assert overrides.index("loss.temperature=0.02") > overrides.index(

@@ -1,17 +1,21 @@
 """``tune sweep``: its settings, its rungs, and a sweep of real runs that is stopped and continued."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.recipes.killing import shared_forker, wait_for
 from tests.recipes.runs import write_config
+from tests.tiny import read_lines
 from torchtune._cli.sweep import Dimension, SweepError, draw_trials, parse_dimension, plan_rungs
 from torchtune.utils import FolderLock
+
+SWEEP = Path(__file__).with_name("sweep_of_forks.py")
 
 
 @pytest.mark.parametrize(
@@ -158,32 +162,41 @@ def test_sweep_does_not_mix_with_one_that_still_runs(tune, tmp_path, monkeypatch
 
 
 def test_sweep_that_is_stopped_goes_on_and_finds_the_best(tmp_path):
+    forker = shared_forker()
     config = write_config("full_finetune_single_device", tmp_path, tmp_path / "run", epochs=2)
     folder = tmp_path / "sweep"
-    # One of the learning rates is too small to learn anything.
-    settings = ["optimizer.lr=1e-9,1e-2,3e-2", "--trials", "3", "--output", str(folder)]
-    command = [sys.executable, "-m", "torchtune._cli.tune", "sweep", "--config", str(config), *settings]
-    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def start(screen, *overrides):
+        # One of the learning rates is too small to learn anything.
+        settings = ["optimizer.lr=1e-9,1e-2,3e-2", "--trials", "3", "--output", str(folder), *overrides]
+        (pid,) = forker.start_script(SWEEP, ["sweep", "--config", str(config), *settings], screen, 1)
+        return pid
+
+    first_screen = tmp_path / "first"
+    sweep = start(first_screen)
     second_log = folder / "trial_01" / "logs" / "log.jsonl"
-    while not second_log.exists() and sweep.poll() is None:
-        time.sleep(0.1)
-    sweep.send_signal(signal.SIGTERM)
-    sweep.communicate(timeout=120)
-    assert sweep.returncode == 75
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    table = done.stdout[done.stdout.index("\ntrial ") :].splitlines()
+    wait_for(second_log.exists, [sweep])
+    os.kill(sweep, signal.SIGTERM)
+    assert forker.wait() == [75], first_screen.read_text()
+
+    second_screen = tmp_path / "second"
+    start(second_screen)
+    code = forker.wait()
+    output = second_screen.read_text()
+    assert code == [0], output
+    table = output[output.index("\ntrial ") :].splitlines()
     last = next(line for line in table if line.endswith("optimizer.lr=1e-9"))
     assert table.index(last) == 4
-    assert "on the same rows" in done.stdout
-    losses = {}
+    assert "on the same rows" in output
+    steps_of_trials = []
     for log in folder.glob("trial_*/logs/log.jsonl"):
-        steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
-        losses[log.parent.parent.name] = max(steps)
-    assert sorted(losses.values())[1:] == [24, 24]
-    refused = subprocess.run([*command, "epochs=3"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "is of a sweep with other settings" in refused.stderr
+        steps_of_trials.append(max(record["step"] for record in read_lines(log)))
+    assert sorted(steps_of_trials)[1:] == [24, 24]
+
+    third_screen = tmp_path / "third"
+    start(third_screen, "epochs=3")
+    assert forker.wait() == [2]
+    assert "is of a sweep with other settings" in third_screen.read_text()
 
 
 @pytest.mark.slow

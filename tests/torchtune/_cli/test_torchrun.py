@@ -13,8 +13,9 @@ import warnings
 import pytest
 from torch.distributed.run import get_args_parser
 
-from torchtune._cli import run, tune
-from torchtune._cli.subcommand import SHUTDOWN_TIMEOUT, count_processes, parse_command, torchrun_arguments
+from torchtune._cli import tune
+from torchtune._cli.run import parse_command
+from torchtune._cli.torchrun import SHUTDOWN_TIMEOUT, count_processes, run_torchrun, torchrun_arguments
 from torchtune.utils import AGENT_VARIABLE, MACHINES_VARIABLE, UserError
 
 RECIPE = """
@@ -374,6 +375,6 @@ def test_wrong_value_of_an_option_is_one_sentence(monkeypatch, options, words):
     for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", AGENT_VARIABLE, MACHINES_VARIABLE):
         monkeypatch.setenv(name, "")  # set again after the test
     with pytest.raises(UserError) as caught:
-        run._run_torchrun(torchrun_arguments(options, ["recipe.py"]))
+        run_torchrun(torchrun_arguments(options, ["recipe.py"]))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)

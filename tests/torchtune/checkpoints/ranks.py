@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.devices import DEVICE, own_device
-from torchtune.estimate._torch_private import forget_meshes
 from torchtune.training import ParallelDims, get_distributed_backend, parallelize
-from torchtune.utils._torch_private import FrozenIntegers
+from torchtune.utils import FrozenIntegers, forget_meshes
 
 TIMEOUT = 600
 CPU = torch.device("cpu")

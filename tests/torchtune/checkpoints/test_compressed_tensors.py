@@ -123,7 +123,7 @@ def test_weights_are_those_that_the_library_decompresses(name, tmp_path):
     ids=["zero points", "3 bits", "nvfp4", "mxfp4"],
 )
 @pytest.mark.parametrize("has_config", [True, False])  # the tensors say it, too
-def test_other_formats_are_refused(weights, storage, has_config, tmp_path):
+def test_compressed_formats_that_cannot_be_read_are_refused(weights, storage, has_config, tmp_path):
     write(tmp_path, weights, storage)
     if not has_config:
         (tmp_path / "config.json").unlink()

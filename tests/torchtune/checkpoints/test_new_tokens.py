@@ -10,6 +10,7 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.tiny_images import image_text_model, mistral3_config, qwen3_5_config
 from tests.torchtune.checkpoints.small import (
     build,
     close,
@@ -23,7 +24,9 @@ from tests.torchtune.checkpoints.small import (
     started,
     write_folder,
 )
+from tests.torchtune.models.families import FAMILIES
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer
+from torchtune.models import from_hf_config
 from torchtune.modules.conversion import ConversionError
 from torchtune.modules.loss import LinearCrossEntropyLoss
 from torchtune.modules.peft import LoRA
@@ -118,6 +121,19 @@ def test_new_rows_are_trained_saved_and_resumed(shape, tmp_path):
     close(logits(load(merged)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_new_rows_of_a_family_whose_modules_have_other_names_than_its_files_are_read_by_peft(tmp_path):
+    family, options = FAMILIES["nemotron_h"][:2]
+    store, model = started(write_folder(tmp_path / "in", (family, options)), LoRA(2, 4, attn_modules=["q_proj"]))
+    fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+    with torch.no_grad():
+        model.tok_embeddings.new_rows.normal_()
+    saved = store.save("epoch_0", model, contents="adapter")
+    hf = hf_model((family, options))
+    hf.resize_token_embeddings(ROWS, mean_resizing=False)
+    close(logits(in_peft(hf, saved)), logits(model))
+
+
 @pytest.mark.parametrize("shape", ["llama", "qwen2_tied"])
 def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape, tmp_path):
     """autograd of a model whose embedding is trained whole, in float64, is the reference."""
@@ -133,6 +149,20 @@ def test_gradients_of_new_rows_are_those_of_the_whole_weights(shape, tmp_path):
         rows = adapted.get_parameter(f"{path}.new_rows").grad
         torch.testing.assert_close(rows, full_model.get_parameter(f"{path}.weight").grad[OLD:], atol=1e-6, rtol=1e-5)
         assert adapted.get_parameter(f"{path}.weight").grad is None
+
+
+@pytest.mark.parametrize("config", [mistral3_config, qwen3_5_config])
+def test_resized_vocabulary_of_a_model_with_images_is_read_by_transformers(config, tmp_path):
+    hf = image_text_model(config())
+    hf.save_pretrained(tmp_path / "in")
+    with torch.device("meta"):
+        model = from_hf_config(tmp_path / "in", images=True)
+    store = FullModelHFCheckpointer(str(tmp_path / "in"), output_dir=str(tmp_path / "out"))
+    store.load_model(model)
+    fit_vocabulary(model, SimpleNamespace(vocab_size=ROWS), resize=True)
+    read_back = type(hf).from_pretrained(store.save("epoch_0", model))
+    assert read_back.get_input_embeddings().weight.shape[0] == ROWS
+    assert read_back.get_output_embeddings().weight.shape[0] == ROWS
 
 
 def test_new_rows_that_a_model_or_adapter_cannot_have_are_refused(tmp_path):

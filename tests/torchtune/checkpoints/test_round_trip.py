@@ -116,7 +116,7 @@ def test_small_files_of_the_source_are_carried(tmp_path):
     assert in_transformers(saved).generation_config.eos_token_id == 2
 
 
-def test_config_says_what_is_saved(tmp_path):
+def test_saved_config_has_the_vocabulary_and_dtype_of_the_saved_weights(tmp_path):
     source = write_folder(tmp_path / "in", "qwen2_tied")
     config = read(source / "config.json") | {"task_specific_params": {"kept": True}}
     (source / "config.json").write_text(json.dumps(config))

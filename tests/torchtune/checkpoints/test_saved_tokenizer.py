@@ -18,7 +18,7 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter
 from torchtune._facade import adapted_copy
 from torchtune.checkpoints import CheckpointStore, checkpoint_contents
-from torchtune.checkpoints._export import add_pad_token
+from torchtune.checkpoints._small_files import add_pad_token
 from torchtune.data import DataError
 from torchtune.models import from_hf_config
 from torchtune.modules.conversion import apply_conversions

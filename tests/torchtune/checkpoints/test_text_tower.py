@@ -1,6 +1,7 @@
 """The text decoder of a model with several parts: the others are kept, or left out if asked."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def _same_other_towers(saved_tensors: dict[str, torch.Tensor], expected: dict[st
         ("Qwen3_5Moe", 50_000),
     ],
 )
-def test_other_towers_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
+def test_towers_that_are_not_trained_are_written_back_bit_by_bit(name, max_shard_bytes, tmp_path):
     folder, source = _folder_of(name, tmp_path)
     checkpointer, model = started(folder)
     with torch.no_grad():
@@ -257,3 +258,15 @@ def test_adapter_of_the_text_decoder_is_exchanged_with_peft(name, tmp_path):
     checkpointer, model = started(folder, lora(), text_only=True)
     adapter_tensors = load_file(checkpointer.save("epoch_1", model, contents="adapter") / "adapter_model.safetensors")
     assert adapter_tensors.keys() == alone.keys()
+
+
+def test_adapter_of_a_text_decoder_has_the_names_of_its_modules_in_the_composite_model(tmp_path):
+    """A family may have other names in files than in transformers, as NemotronH has."""
+    image_text_model(mistral3_config()).save_pretrained(tmp_path / "whole")
+    checkpointer, model = started(tmp_path / "whole", lora())
+    weight_map = replace(model.spec.weight_map("hf"), modules=(("model.", "backbone."),))
+    model.spec = replace(
+        model.spec, weight_maps={"hf": weight_map}, module_prefixes={"backbone.": "model.language_model."}
+    )
+    adapter = load_file(checkpointer.save("epoch_0", model, contents="adapter") / "adapter_model.safetensors")
+    assert all(name.startswith("base_model.model.model.language_model.layers.") for name in adapter)

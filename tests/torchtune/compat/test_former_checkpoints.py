@@ -1,6 +1,8 @@
 """Full state dicts in and out of models: what older recipes rely on, in one process."""
 
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +130,7 @@ def test_gradients_are_scaled():
     assert torch.equal(model.weight.grad, torch.full((1, 2), 0.25))
 
 
-def test_a_train_context_enters_another():
+def test_a_train_context_enters_the_context_that_it_is_given():
     entered = []
 
     class Context:
@@ -242,3 +244,18 @@ def test_keys_of_earlier_configs_are_accepted(tmp_path, caplog):
     config.write_text("lr: 0.1\nlrr: 0.1\n")
     with pytest.raises(UserError, match=r"lrr: is never read by mine\.py; did you mean 'lr'"):
         load_and_check(config, (), namespace["main"])
+
+
+class Positions(torch.nn.Module):
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None, *, input_pos: torch.Tensor) -> Any:
+        return input_pos.tolist()
+
+
+def test_chunk_of_a_sequence_keeps_its_positions():
+    model = Positions()
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None, get_local_rank=lambda: 1)
+    manager = training.get_context_parallel_manager(enabled=True, world_mesh={"cp": mesh}, model=model)
+    tokens = torch.arange(8).view(1, 8)
+    with manager([tokens]):
+        assert model(tokens) == model(tokens=tokens) == [[4, 5, 6, 7]]
+    assert tokens.shape == (1, 8)

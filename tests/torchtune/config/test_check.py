@@ -9,7 +9,7 @@ import pytest
 
 from tests.torchtune.config.assets import typed_recipe, untyped_recipe
 from torchtune import config
-from torchtune._cli._find_recipe import RecipeTarget
+from torchtune._recipe_registry import RecipeTarget
 from torchtune.config import Component, ConfigError, Range, RuntimeArgs, did_you_mean
 from torchtune.utils import ForeignPathError
 
@@ -120,6 +120,16 @@ def test_component_that_does_not_take_runtime_arguments_is_a_mistake(mistakes):
     texts = mistakes("dataset={_component_: builtins.object}", "dataset_val=null")
     assert texts == [
         "command line: dataset: builtins.object takes no argument for the tokenizer that the recipe hands over"
+    ]
+
+
+def test_kwargs_take_no_positional_runtime_argument(mistakes, tmp_path):
+    (tmp_path / "own_scheduler.py").write_text(
+        "def constant(*, num_training_steps, last_epoch, **kwargs):\n    return dict(kwargs)\n"
+    )
+    assert mistakes("lr_scheduler={_component_: own_scheduler.constant}") == [
+        "command line: lr_scheduler: own_scheduler.constant takes no argument for the optimizer that the recipe hands "
+        "over"
     ]
 
 

@@ -131,14 +131,14 @@ class BelowAProtocol(Face):
 )  # fmt: skip
 def test_accepted_and_required_arguments_are_followed_through_calls(target, names, required):
     accepted = accepts(target)
-    assert not accepted.open
+    assert not accepted.takes_any_name
     assert set(accepted.named) == names
     assert {name for name, argument in accepted.named.items() if argument.required} == required
 
 
 @pytest.mark.parametrize("target", [passes_as_a_whole, to_a_variable, needs_what_is_not_there, dict])
 def test_signature_that_cannot_be_followed_accepts_any_argument(target):
-    assert accepts(target).open
+    assert accepts(target).takes_any_name
 
 
 def test_arguments_of_a_function_that_is_imported_in_the_body_are_followed():
@@ -149,7 +149,7 @@ def test_arguments_of_a_function_that_is_imported_in_the_body_are_followed():
 
 def test_readers_of_files_are_known_behind_load_dataset():
     accepted = accepts(loads)
-    assert not accepted.open
+    assert not accepted.takes_any_name
     assert {"data_files", "split", "field", "delimiter", "sep", "columns", "sample_by", "keep_linebreaks"} <= set(
         accepted.named
     )
@@ -159,7 +159,7 @@ def test_readers_of_files_are_known_behind_load_dataset():
 
 def test_the_datasets_package_is_asked_for_names_that_are_not_known_alone():
     few = accepts(loads, ["split", "data_files"])
-    assert few.partial
+    assert few.is_incomplete
     assert few.named.keys() < accepts(loads).named.keys()
     assert accepts(loads, ["split", "delimiter"]).named.keys() == accepts(loads).named.keys()
 
@@ -171,4 +171,4 @@ def test_positional_arguments_pass_through_a_wrapper():
 def test_signature_of_a_torch_optimizer_is_read():
     accepted = accepts(torch.optim.AdamW)
     assert accepted.order[0] == "params"
-    assert not accepted.open
+    assert not accepted.takes_any_name

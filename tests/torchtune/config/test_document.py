@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchtune.config import ConfigError, Document, apply_overrides, read_document
-from torchtune.config._document import interpolate
+from torchtune.config._references import interpolate
 
 
 def parsed(tmp_path: Path, text: str, *overrides: str) -> Document:

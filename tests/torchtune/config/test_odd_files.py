@@ -34,7 +34,7 @@ def message_of(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_file_is_one_sentence(name, tmp_path, monkeypatch):
+def test_a_file_that_is_no_config_is_refused_in_one_sentence(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text, words = ODD[name]
     message = message_of(tmp_path, text)
@@ -59,7 +59,7 @@ def test_nesting_of_64_levels_is_read(tmp_path):
         ("~", "command line: ~: needs a key"),
     ],
 )
-def test_an_odd_override_is_one_sentence(override, words, tmp_path):
+def test_an_override_that_cannot_be_read_is_refused_in_one_sentence(override, words, tmp_path):
     assert words in message_of(tmp_path, "", override)
 
 

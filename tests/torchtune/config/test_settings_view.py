@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from tests.recipes.runs import load_recipe, write_config
 from torchtune import supervision, training
 from torchtune._cli import tune
-from torchtune._cli._find_recipe import RecipeTarget
-from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
+from torchtune._recipe_registry import RecipeTarget, get_all_recipes, settings_of_recipe
 from torchtune.config import RecipeSettingsError, SettingsView, load_and_check
 from torchtune.config._settings import KNOWN_SETTINGS
 from torchtune.estimate import check_run, find_problems, plan_run

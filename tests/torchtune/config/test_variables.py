@@ -63,12 +63,18 @@ def test_a_variable_is_set_on_the_command_line(load):
     assert load(lines, "model_dir=/models/other").prompt == {"system": "/models/other"}
 
 
-def test_a_section_that_refers_to_itself_alone_is_a_note(load, caplog):
+def test_a_section_that_only_its_own_values_refer_to_is_reported_as_unread(load, caplog):
     load("paths: {base: /models, model: '${paths.base}/tiny'}\n")
     assert warnings(caplog) == [
         "The recipe never reads paths (c.yaml:1; did you mean 'tokenizer.path'?) of the config, so setting it has no "
         "effect."
     ]
+
+
+def test_the_name_of_a_resolver_is_no_reference_to_a_key(load, caplog, monkeypatch):
+    monkeypatch.setenv("MODELS", "/home/somebody/models")
+    load("oc: overclocked\nprompt: {system: '${oc.env:MODELS}'}\n")
+    assert warnings(caplog) == ["The recipe never reads oc (c.yaml:1) of the config, so setting it has no effect."]
 
 
 def test_notes_in_the_file_are_a_warning_with_the_nearest_names(load, caplog):

@@ -60,7 +60,7 @@ def test_sft_examples_are_padded_on_the_right():
 
 
 @pytest.mark.parametrize(("multiple", "length"), [(1, 3), (2, 4), (3, 3), (8, 8)])
-def test_no_extra_multiple_for_aligned_rows(multiple, length):
+def test_rows_are_padded_to_the_next_multiple_at_most(multiple, length):
     assert padded_collate_sft([ONE, TWO], pad_to_multiple_of=multiple)["tokens"].shape == (2, length)
     assert padded_collate_dpo([PAIR], pad_to_multiple_of=multiple)[0].shape == (2, length)
 
@@ -91,9 +91,8 @@ def test_each_pack_is_padded_as_one_row():
 def test_pairs_are_padded_with_unshifted_labels():
     tokens, labels = padded_collate_dpo([PAIR, PAIR], padding_idx=0)
     assert tokens.tolist() == [[1, 2, 3], [1, 2, 3], [4, 5, 0], [4, 5, 0]]
-    assert (
-        labels.tolist() == [[-100, 2, 3]] * 2 + [[-100, 5, -100]] * 2
-    )  # not shifted, as get_batch_log_probs takes them
+    # Not shifted, as get_batch_log_probs takes them: chosen answers first, then the rejected ones.
+    assert labels.tolist() == [[-100, 2, 3], [-100, 2, 3], [-100, 5, -100], [-100, 5, -100]]
     unshifted = {**PAIR, "chosen_labels": [-100, 2, 3], "rejected_labels": [-100, 5]}
     assert padded_collate_dpo([unshifted, unshifted])[1].tolist() == labels.tolist()
     with pytest.raises(DataError, match="a token which is not in the row"):
@@ -107,10 +106,12 @@ def test_left_padding_aligns_the_ends():
 
 
 def test_padded_collate_pads_the_named_keys():
-    examples = [{"tokens": [1, 2], "labels": [3], "answer": 5}, {"tokens": [4], "labels": [6, 7, 8], "answer": 6}]
-    batch = padded_collate(
-        examples, pad_direction="left", keys_to_pad=["tokens", "labels"], padding_idx={"tokens": 0, "labels": -100}
-    )
+    examples = [
+        {"tokens": [1, 2], "labels": [3], "answer": 5},
+        {"tokens": [4], "labels": [6, 7, 8], "answer": 6},
+    ]
+    padding = {"tokens": 0, "labels": -100}
+    batch = padded_collate(examples, pad_direction="left", keys_to_pad=["tokens", "labels"], padding_idx=padding)
     assert batch["tokens"].tolist() == [[1, 2], [0, 4]]
     assert batch["labels"].tolist() == [[-100, -100, 3], [6, 7, 8]]
     assert batch["answer"].tolist() == [5, 6]
@@ -132,16 +133,20 @@ def test_truncation_keeps_the_chosen_side():
         truncate([1], 1, truncation_type="up")
 
 
-NO_IMAGE = {"encoder_input": {"images": [], "aspect_ratio": []}, "encoder_mask": []}
+def collate_text_beside_images(rows, **options):
+    """Rows without an image, in a batch of a model that reads images."""
+    no_image = {"encoder_input": {"images": [], "aspect_ratio": []}, "encoder_mask": []}
+    return padded_collate_tiled_images_and_mask([{**row, **no_image} for row in rows], **options)
+
+
+# Every way in which rows of tokens and labels become a batch.
 COLLATES: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "documents": collate_documents,
     "packs": lambda rows: collate_documents([rows]),
     "padded": padded_collate_sft,
     "padded packs": lambda rows: padded_collate_packed([rows, rows[:1]]),
-    "images": lambda rows: padded_collate_tiled_images_and_mask([{**row, **NO_IMAGE} for row in rows]),
-    "images, left": lambda rows: padded_collate_tiled_images_and_mask(
-        [{**row, **NO_IMAGE} for row in rows], pad_direction="left"
-    ),
+    "images": collate_text_beside_images,
+    "images, left": lambda rows: collate_text_beside_images(rows, pad_direction="left"),
     "dict": lambda rows: Batch.from_dict(stack(rows)),
     "pairs": lambda rows: collate_preference([pair_of(row) for row in rows]),
     "loader": lambda rows: next(iter(loader_of(rows))),
@@ -168,30 +173,52 @@ def loader_of(rows):
     return BatchLoader(rows, batch_size=len(rows), collate_fn=stack, shuffle=False, seed=0)
 
 
+@pytest.mark.parametrize("num_prompt", [0, 3])
 @pytest.mark.parametrize("name", COLLATES)
-def test_labels_at_their_own_position_are_refused_where_rows_enter(name):
-    """The convention of transformers, which shifts labels in the model."""
-    prompt = [4, 5, 6]
-    ids = [[4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]]
-    for masked in (0, 3):
-        unshifted = [{"tokens": row, "labels": [-100] * masked + row[masked:]} for row in ids]
-        with pytest.raises(DataError, match=r"tokens at their own position, as transformers takes them: .* shift them"):
-            COLLATES[name](unshifted)
-        with pytest.raises(DataError, match="tokens at their own position"):
-            COLLATES[name](unshifted[:1])
-        shifted = [{"tokens": row["tokens"], "labels": [*row["labels"][1:], -100]} for row in unshifted]
-        COLLATES[name](shifted)
-        COLLATES[name](shifted[:1])
-    last = [{"tokens": [*prompt, token], "labels": [-100] * 3 + [token]} for token in (7, 8)]
-    same = [{"tokens": [n] * 4, "labels": [n] * 4} for n in (7, 8)]
-    runs = [{"tokens": [7, 7, 8, 8], "labels": [7, -100, 8, -100]}] * 2
-    none = [{"tokens": [4, 5, 6, 7], "labels": [-100] * 4}] * 2
-    # A label that is not the next token, as a method of training may have.
-    other_labels = [{"tokens": [*prompt, 7], "labels": [-100, 5, -100, -100]}] * 2
-    for rows in (last, same, runs, none, other_labels):
-        COLLATES[name](rows)
-    if name not in ("dict", "loader"):  # which make no rows of one length
-        COLLATES[name]([{"tokens": [*prompt[1:], 7], "labels": [-100, -100, 7]}, *last])
+def test_labels_at_their_own_position_are_refused_where_rows_enter(name, num_prompt):
+    """The convention of transformers, which shifts labels in the model; the prompt may be masked."""
+    collate = COLLATES[name]
+    unshifted = []
+    shifted = []
+    for tokens in ([4, 5, 6, 7, 8, 2], [4, 5, 6, 9, 9, 2]):
+        labels = [-100] * num_prompt + tokens[num_prompt:]
+        unshifted.append({"tokens": tokens, "labels": labels})
+        shifted.append({"tokens": tokens, "labels": [*labels[1:], -100]})
+    with pytest.raises(DataError, match=r"tokens at their own position, as transformers takes them: .* shift them"):
+        collate(unshifted)
+    with pytest.raises(DataError, match="tokens at their own position"):
+        collate(unshifted[:1])
+    collate(shifted)
+    collate(shifted[:1])
+
+
+# Rows whose labels may stand at their own position or one before: they are taken as they are.
+AMBIGUOUS = {
+    "one label, in the last position": [
+        {"tokens": [4, 5, 6, 7], "labels": [-100, -100, -100, 7]},
+        {"tokens": [4, 5, 6, 8], "labels": [-100, -100, -100, 8]},
+    ],
+    "one token, repeated": [
+        {"tokens": [7, 7, 7, 7], "labels": [7, 7, 7, 7]},
+        {"tokens": [8, 8, 8, 8], "labels": [8, 8, 8, 8]},
+    ],
+    "pairs of equal tokens": [{"tokens": [7, 7, 8, 8], "labels": [7, -100, 8, -100]}] * 2,
+    "no label": [{"tokens": [4, 5, 6, 7], "labels": [-100] * 4}] * 2,
+    "a label that is not the next token, as a method of training may have": [
+        {"tokens": [4, 5, 6, 7], "labels": [-100, 5, -100, -100]}
+    ]
+    * 2,
+}
+
+
+@pytest.mark.parametrize("name", COLLATES)
+def test_labels_that_fit_no_convention_or_both_are_taken(name):
+    collate = COLLATES[name]
+    for rows in AMBIGUOUS.values():
+        collate(rows)
+    if name not in ("dict", "loader"):  # their rows have one length
+        shorter = {"tokens": [5, 6, 7], "labels": [-100, -100, 7]}
+        collate([shorter, *AMBIGUOUS["one label, in the last position"]])
 
 
 @pytest.mark.parametrize(

@@ -51,13 +51,20 @@ def pictures(tmp_path):
 
 
 def llava(image, *turns):
-    speakers = ["human", "gpt"] * len(turns)
-    return {"image": image, "conversations": [{"from": s, "value": v} for s, v in zip(speakers, turns, strict=False)]}
+    """A row of LLaVA: an image or a list of them, and turns of a human and the model."""
+    conversation = []
+    for i, text in enumerate(turns):
+        speaker = ("human", "gpt")[i % 2]
+        conversation.append({"from": speaker, "value": text})
+    return {"image": image, "conversations": conversation}
 
 
 def write(path, rows):
-    lines = path.suffix == ".jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
+    """Write lines of JSON, or a list."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        path.write_text(json.dumps(rows))
     return str(path)
 
 
@@ -81,20 +88,22 @@ def expected(transform, image, *turns):
                 parts.append({"type": "text", "content": text})
         messages.append(Message("assistant" if i % 2 else "user", parts, masked=i % 2 == 0))
     row = transform({"messages": messages})
-    trained = [*row["mask"][1:], True]
     labels = []
-    for next_token, is_masked in zip([*row["tokens"][1:], 0], trained, strict=True):
+    for next_token, is_masked in zip(row["tokens"][1:], row["mask"][1:], strict=True):
         labels.append(IGNORE if is_masked else next_token)
-    row["labels"] = labels
+    row["labels"] = [*labels, IGNORE]
     return row
 
 
-def assert_same(row, other):
-    assert (row["tokens"], row["labels"]) == (other["tokens"], other["labels"])
+def assert_same(row, expected_row):
+    assert row["tokens"] == expected_row["tokens"]
+    assert row["labels"] == expected_row["labels"]
     for name in ("images", "aspect_ratio"):
-        assert all(map(torch.equal, row["encoder_input"][name], other["encoder_input"][name]))
-        assert len(row["encoder_input"][name]) == len(other["encoder_input"][name])
-    assert all(map(torch.equal, row["encoder_mask"], other["encoder_mask"]))
+        tensors = row["encoder_input"][name]
+        expected_tensors = expected_row["encoder_input"][name]
+        assert len(tensors) == len(expected_tensors)
+        assert all(map(torch.equal, tensors, expected_tensors))
+    assert all(map(torch.equal, row["encoder_mask"], expected_row["encoder_mask"]))
 
 
 def sizes_of(dataset, index):
@@ -111,7 +120,9 @@ def test_llava_rows_are_tokenized_with_their_images(transform, pictures, tmp_pat
     assert_same(dataset[1], expected(transform, photo(*SIZES[1], seed=1), ["What is\n", None], ["blue"]))
     assert_same(dataset[2], expected(transform, None, ["Where is the dog?"], ["small"]))
     assert dataset.lengths.tolist() == [len(dataset[i]["tokens"]) for i in range(4)]
-    assert (dataset.num_images, sizes_of(dataset, 1), sizes_of(dataset, 2)) == (3, [(60, 20)], [])
+    assert dataset.num_images == 3
+    assert sizes_of(dataset, 1) == [(60, 20)]
+    assert sizes_of(dataset, 2) == []
     collate = instantiate_collate("torchtune.data.padded_collate_tiled_images_and_mask", transform)
     batch = collate([dataset[i] for i in range(4)])
     assert batch.inputs["encoder_input"]["images"].shape == (4, 1, 3, 3, 28, 28)  # 90 x 30 is three tiles high
@@ -142,48 +153,70 @@ def test_images_of_hub_datasets_are_decoded(transform, pictures, tmp_path):
     assert_same(messages, dataset[1])
 
 
+SEVERAL = ["0.png", "1.png"]
+SEVERAL_SIZES = [(28, 28), (60, 20)]
+
+
+def text_of(transform, dataset):
+    """The first row with its control tokens."""
+    return transform.decode(dataset[0]["tokens"], skip_special_tokens=False)
+
+
 def test_question_with_several_images_has_all_of_them(transform, pictures, tmp_path):
-    names = ["0.png", "1.png"]
-    asked = vqa_dataset(
+    rows = [{"q": "What?", "a": "cat", "image": SEVERAL}] * 2
+    dataset = vqa_dataset(
         transform,
-        source=write(tmp_path / "vqa.jsonl", [{"q": "What?", "a": "cat", "image": names}] * 2),
+        source=write(tmp_path / "vqa.jsonl", rows),
         column_map={"input": "q", "output": "a"},
         image_dir=str(pictures),
     )
-    sizes = [(28, 28), (60, 20)]
-    assert sizes_of(asked, 0) == sizes
-    assert transform.decode(asked[0]["tokens"], skip_special_tokens=False).count("<|image|><|image|>What?") == 1
-    data = "data:image/png;base64," + base64.b64encode((pictures / "1.png").read_bytes()).decode()
-    mixed = {"input": "What?", "output": "cat", "image": ["0.png", data, (pictures / "1.png").read_bytes()]}
-    assert sizes_of(vqa_dataset(transform, source=[mixed], image_dir=str(pictures)), 0) == [*sizes, sizes[1]]
-    turns = llava(names, "one <image> two <image>", "red")
-    chats = multimodal_chat_dataset(transform, source=[turns], image_tag="<image>", image_dir=str(pictures))
-    assert transform.decode(chats[0]["tokens"], skip_special_tokens=False).count("one<|image|>two<|image|>") == 1
-    url = {"type": "image_url", "image_url": {"url": str(pictures / "1.png")}}
-    openai = [
-        {"role": "user", "content": [url, {"type": "text", "text": "What?"}]},
-        {"role": "assistant", "content": "a"},
-    ]
-    openai[0]["content"].append({"type": "image", "image": str(pictures / "0.png")})
-    chat = chat_dataset(transform, source=[{"messages": openai}], **OPENAI)
-    assert sizes_of(chat, 0) == sizes[::-1]
+    assert sizes_of(dataset, 0) == SEVERAL_SIZES
+    assert text_of(transform, dataset).count("<|image|><|image|>What?") == 1
+
+
+def test_images_are_paths_data_urls_or_bytes(transform, pictures):
+    content = (pictures / "1.png").read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    row = {"input": "What?", "output": "cat", "image": ["0.png", url, content]}
+    dataset = vqa_dataset(transform, source=[row], image_dir=str(pictures))
+    assert sizes_of(dataset, 0) == [*SEVERAL_SIZES, SEVERAL_SIZES[1]]
+
+
+def test_images_stand_where_their_tag_is(transform, pictures):
+    row = llava(SEVERAL, "one <image> two <image>", "red")
+    dataset = multimodal_chat_dataset(transform, source=[row], image_tag="<image>", image_dir=str(pictures))
+    assert text_of(transform, dataset).count("one<|image|>two<|image|>") == 1
     with pytest.raises(DataError, match="a turn has '<image>' in its text, but image_tag is not set"):
-        multimodal_chat_dataset(transform, source=[turns], image_dir=str(pictures))
-    # The images may be in a column of their own.
+        multimodal_chat_dataset(transform, source=[row], image_dir=str(pictures))
+
+
+def test_parts_of_openai_messages_may_be_images(transform, pictures):
+    content = [
+        {"type": "image_url", "image_url": {"url": str(pictures / "1.png")}},
+        {"type": "text", "text": "What?"},
+        {"type": "image", "image": str(pictures / "0.png")},
+    ]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]
+    dataset = chat_dataset(transform, source=[{"messages": messages}], **OPENAI)
+    assert sizes_of(dataset, 0) == SEVERAL_SIZES[::-1]
+
+
+def test_images_may_be_in_a_column_of_their_own(transform, pictures):
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "image", "text": None, "index": 1}]
-    chat_of = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
-    paths = [str(pictures / name) for name in names]
-    assert sizes_of(chat_dataset(transform, source=[{**chat_of, "images": paths}], **OPENAI), 0) == sizes
-    for images, reason in (
-        (paths[:1], "the row has 1 images, but its turns have 2 parts"),
-        ([], "must have an 'image'"),
-    ):
-        with pytest.raises(DataError, match=reason):
-            chat_dataset(transform, source=[{**chat_of, "images": images}], **OPENAI)
-    # Text alone goes with the transform of a vision model, too.
-    text = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
-    assert text[0]["encoder_input"]["images"] == []
-    assert text.num_images == 0
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]}
+    paths = [str(pictures / name) for name in SEVERAL]
+    dataset = chat_dataset(transform, source=[{**row, "images": paths}], **OPENAI)
+    assert sizes_of(dataset, 0) == SEVERAL_SIZES
+    with pytest.raises(DataError, match="the row has 1 images, but its turns have 2 parts"):
+        chat_dataset(transform, source=[{**row, "images": paths[:1]}], **OPENAI)
+    with pytest.raises(DataError, match="must have an 'image'"):
+        chat_dataset(transform, source=[{**row, "images": []}], **OPENAI)
+
+
+def test_the_transform_of_a_vision_model_takes_text_alone(transform):
+    dataset = alpaca_dataset(transform, source=[{"instruction": "one", "output": "two"}])
+    assert dataset[0]["encoder_input"]["images"] == []
+    assert dataset.num_images == 0
 
 
 @pytest.mark.parametrize(
@@ -207,7 +240,9 @@ def test_a_bad_row_is_named_before_training(transform, pictures, row, reason):
     remaining = llava_instruct_dataset(
         transform, source=[ROWS[0], row, ROWS[1]], image_dir=str(pictures), on_bad_row="skip"
     )
-    assert (len(remaining), remaining.origins(1)[0]["row"], sizes_of(remaining, 1)) == (2, 2, [(60, 20)])
+    assert len(remaining) == 2
+    assert remaining.origins(1)[0]["row"] == 2
+    assert sizes_of(remaining, 1) == [(60, 20)]
     assert remaining[1]["tokens"][-8:] == remaining.store.lists(1)["tokens"][-8:]
 
 
@@ -225,7 +260,7 @@ def test_a_broken_image_is_named_when_it_is_read(transform, pictures, tmp_path):
     assert len(llava_instruct_dataset(transform, **settings, on_bad_row="skip")) == 4
 
 
-def test_another_image_is_another_dataset(transform, pictures):
+def test_a_changed_image_changes_the_fingerprint(transform, pictures):
     """A run does not go on with other images under the same words."""
     settings = {"image_dir": str(pictures)}
     first = llava_instruct_dataset(transform, source=ROWS, **settings).fingerprint
@@ -271,7 +306,7 @@ def test_prepared_rows_are_checked_and_measured_once(transform, pictures, tmp_pa
 
 
 class Processor:
-    """Somebody else's transform, on transformers: text of one token per character, pixels of the images."""
+    """A user's transform, on transformers: text of one token per character, pixels of the images."""
 
     def __init__(self):
         self.images = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
@@ -296,7 +331,9 @@ def test_users_transform_receives_pillow_images(pictures, tmp_path):
     assert "pixel_values" not in dataset[0]
     expected_pixels = Processor().images(images=[[photo(*SIZES[1], seed=1)]], return_tensors="pt")["pixel_values"]
     assert torch.equal(dataset[2]["pixel_values"], expected_pixels)
-    assert (dataset.num_images, sizes_of(dataset, 2), len(dataset)) == (2, [(60, 20)], 3)
+    assert len(dataset) == 3
+    assert dataset.num_images == 2
+    assert sizes_of(dataset, 2) == [(60, 20)]
     (pictures / "0.png").unlink()
     with pytest.raises(DataError, match=r"row 1: .*0.png cannot be read"):
         llava_instruct_dataset(Processor(), **settings)

@@ -66,7 +66,7 @@ def test_long_rows_are_cut_or_split(tokenizer):
     assert [document["labels"].tolist() for (document,) in packs] == [[40, 7, 9], [-100]]
 
 
-def test_columns_of_other_names_and_streams(tokenizer, tmp_path):
+def test_columns_of_other_names_are_read_also_in_streams(tokenizer, tmp_path):
     write_lines(tmp_path / "rows.jsonl", [{"ids": IDS, "targets": [-100, -100, 7, 9]}] * 2)
     columns = {"input_ids": "ids", "labels": "targets"}
     for streaming in (False, True):

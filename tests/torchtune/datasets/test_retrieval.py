@@ -131,7 +131,7 @@ def test_texts_end_as_the_files_of_the_tokenizer_say(ending_folder, caplog):
     assert embedding_dataset(tokenizer, source=rows, add_eos=False)[0]["query"] == data[0]["query"][:-1]
 
 
-def test_end_is_named_and_another_one_is_warned_of(ending_folder, tokenizer, caplog):
+def test_the_end_of_texts_is_logged_and_another_than_that_of_the_tokenizer_warned_of(ending_folder, tokenizer, caplog):
     rows = [{"query": "who", "positive": "cat"}]
     with caplog.at_level("INFO", logger="torchtune"):
         embedding_dataset(tokenizer, source=rows)
@@ -239,7 +239,7 @@ def test_batch_says_which_documents_compete(pair_tokenizer):
     assert batch.num_terms == 2
 
 
-def test_other_collation_is_refused(pair_tokenizer):
+def test_candidates_name_their_collate_function_to_that_of_preferences(pair_tokenizer):
     data = reranking_dataset(pair_tokenizer, source=POSITIVES)
     with pytest.raises(DataError, match=r"set collate_fn=torchtune\.data\.collate_reranking"):
         collate_preference([data[0]])

@@ -193,6 +193,16 @@ def test_array_rows_equal_list_rows(tokenizer):
         assert lists == {name: values.tolist() for name, values in arrays.items()}
 
 
+def test_columns_that_a_transform_keeps_are_not_stored_with_the_tokens(tokenizer):
+    def keep_columns(row):
+        return {**row, **OpenAIToMessages()(row)}
+
+    rows = [{**openai("a", "b"), "note": "checked"}]
+    data = SFTDataset(source=rows, message_transform=keep_columns, model_transform=tokenizer)
+    assert data.num_images is None
+    assert list(data[0]) == ["tokens", "labels"]
+
+
 def test_tokenize_messages_of_a_derived_tokenizer_is_called(tokenizer_folder):
     class Own(HuggingFaceModelTokenizer):
         def tokenize_messages(self, *args, **kwargs):

@@ -29,24 +29,27 @@ def transform(row):
 
 
 def write_rows(folder, sizes):
-    """Files of rows with ids that go on from file to file."""
-    ids = itertools.count()
+    """Files of rows with ids that go on from file to file; every second file ends with an empty line."""
+    first = 0
     paths = []
     for number, size in enumerate(sizes):
         path = folder / f"{number}.jsonl"
-        lines = [{"id": next_id, "length": 1 + next_id % 7} for next_id in itertools.islice(ids, size)]
-        path.write_text("\n".join(map(json.dumps, lines)) + "\n\n" * (number % 2))
+        lines = []
+        for row_id in range(first, first + size):
+            lines.append(json.dumps({"id": row_id, "length": 1 + row_id % 7}))
+        path.write_text("\n".join(lines) + "\n\n" * (number % 2))
         paths.append(str(path))
+        first += size
     return paths
 
 
 def ids(example):
-    """The first token of a document, as often as it has tokens, for all documents of a pack."""
+    """The id of the row of each token, for a document or a pack of documents."""
     documents = example if isinstance(example, list) else [example]
-    firsts = []
+    row_ids = []
     for document in documents:
-        firsts += [int(document["tokens"][0])] * len(document["tokens"])
-    return firsts
+        row_ids += [int(document["tokens"][0])] * len(document["tokens"])
+    return row_ids
 
 
 STREAMS = st.fixed_dictionaries(
@@ -61,6 +64,7 @@ STREAMS = st.fixed_dictionaries(
 
 
 def stream(folder, how):
+    """A stream as one of ``STREAMS`` says."""
     return StreamedDataset(
         transform,
         "json",
@@ -83,31 +87,35 @@ def test_stream_resumes_at_its_position(tmp_path, how, index, skipped):
     examples = [uninterrupted[i] for i in range(index + 50)]
     state = json.loads(json.dumps(uninterrupted.state_at(index)))
     resumed.go_to(state)
-    first = index + skipped if skipped < 50 else index
-    assert [ids(resumed[i]) for i in range(first, index + 50)] == [ids(example) for example in examples[first:]]
+    first = index + skipped  # at most 40 of the next 50 examples
+    for i in range(first, index + 50):
+        assert ids(resumed[i]) == ids(examples[i])
     assert state["position"] is None or state["position"][1] >= 0
-    lines = [(origin["source"], origin["line"]) for origin in uninterrupted.origins(index + 49)]
-    read = [json.loads(Path(path).read_text().splitlines()[line - 1])["id"] for path, line in lines]
-    assert set(read) == set(ids(examples[-1]))
+
+    ids_at_origins = set()
+    for origin in uninterrupted.origins(index + 49):
+        line = Path(origin["source"]).read_text().splitlines()[origin["line"] - 1]
+        ids_at_origins.add(json.loads(line)["id"])
+    assert ids_at_origins == set(ids(examples[-1]))
 
 
 @given(how=STREAMS)
 @QUICK
 def test_pass_over_a_stream_has_every_row_once(tmp_path, how):
-    of = stream(tmp_path, how)
-    of.begin(1, shuffle=how["shuffle"])
+    dataset = stream(tmp_path, how)
+    dataset.begin(1, shuffle=how["shuffle"])
     expected = []
     for i in range(sum(how["sizes"])):
         if not (how["filtered"] and i % 3 == 1):
             expected += [i] * (1 + i % 7)  # a row of as many tokens
     for passes in range(2):
-        while of._starts[-1].passes <= passes:
-            of[of._starts[-1].example]
-        starts = [start.example for start in of._starts if start.passes == passes]
-        end = next(start.example for start in of._starts if start.passes > passes)
+        while dataset._starts[-1].passes <= passes:  # until it knows where the pass ends
+            dataset[dataset._starts[-1].example]
+        first = next(start.example for start in dataset._starts if start.passes == passes)
+        end = next(start.example for start in dataset._starts if start.passes > passes)
         tokens = []
-        for i in range(starts[0], end):
-            tokens += ids(of[i])
+        for i in range(first, end):
+            tokens += ids(dataset[i])
         assert sorted(tokens) == expected
         if not how["shuffle"] and not how["packs"]:
             assert tokens == expected
@@ -117,34 +125,29 @@ def test_pass_over_a_stream_has_every_row_once(tmp_path, how):
 @QUICK
 def test_any_number_of_processes_see_the_same_steps(tmp_path, how, world, taken):
     def loader(rank, size):
-        shuffle = how["shuffle"]
-        few = {"batch_size": 4 // size, "seed": 2, "max_steps_per_epoch": 4, "collate_fn": list}
-        return BatchLoader(stream(tmp_path, how), rank=rank, world_size=size, shuffle=shuffle, **few)
+        settings = {"batch_size": 4 // size, "seed": 2, "max_steps_per_epoch": 4, "shuffle": how["shuffle"]}
+        return BatchLoader(stream(tmp_path, how), rank=rank, world_size=size, collate_fn=list, **settings)
 
-    alone = loader(0, 1)
-    steps_of_one = []
-    for step in itertools.chain(alone, alone):  # two epochs
-        steps_of_one.append([ids(example) for example in itertools.chain(*step)])
-    first = loader(0, world)
-    for _ in itertools.islice(itertools.chain(first, first), taken):
+    def examples_of(step):
+        return [ids(example) for example in itertools.chain(*step)]
+
+    uninterrupted = loader(0, 1)
+    two_epochs = itertools.chain(uninterrupted, uninterrupted)
+    expected_steps = [examples_of(step) for step in two_epochs]
+
+    stopped = loader(0, world)
+    for _ in itertools.islice(itertools.chain(stopped, stopped), taken):
         pass
     ranks = [loader(rank, world) for rank in range(world)]
     for rank_loader in ranks:
-        rank_loader.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for number, expected in enumerate(steps_of_one[taken:], taken):
+        rank_loader.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+    for number, expected in enumerate(expected_steps[taken:], taken):
         examples = []
         for rank_loader in ranks:
             if number % 4 == 0 and rank_loader.at_epoch_end:
-                step = next(_after(rank_loader))
-            else:
-                step = next(iter(rank_loader))
-            examples += [ids(example) for example in itertools.chain(*step)]
+                list(rank_loader)  # ends the epoch
+            examples += examples_of(next(iter(rank_loader)))
         assert examples == expected
-
-
-def _after(loader):
-    list(loader)  # ends the epoch
-    return iter(loader)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files that the datasets package leaves open
@@ -157,16 +160,24 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
     paths = [str(tmp_path / f"{number}.{kind}") for number in range(2)]
     for path, rows in zip(paths, (range(7), range(7, 18)), strict=True):
         table = pa.table({"id": list(rows)})
-        csv.write_csv(table, path) if kind == "csv" else parquet.write_table(table, path, row_group_size=3)
+        if kind == "csv":
+            csv.write_csv(table, path)
+        else:
+            parquet.write_table(table, path, row_group_size=3)
+
+    def to_example(row):
+        return {"tokens": [int(row["id"])], "labels": [int(row["id"])]}
 
     def stream():
-        how = {"data_files": paths, "limit": None, "shuffle_buffer": buffer}
-        return StreamedDataset(lambda row: {"tokens": [int(row["id"])], "labels": [int(row["id"])]}, kind, **how)
+        return StreamedDataset(to_example, kind, data_files=paths, limit=None, shuffle_buffer=buffer)
 
     complete = stream()
     assert [ids(complete[index])[0] for index in range(36)] == [*range(18)] * 2
-    position = {"row": 2} if kind == "parquet" else {"line": 3}  # behind the header
-    assert complete.origins(8) == [{"source": paths[1], **position}]
+    if kind == "parquet":
+        origin = {"source": paths[1], "row": 2}
+    else:
+        origin = {"source": paths[1], "line": 3}  # behind the header
+    assert complete.origins(8) == [origin]
     for index in range(20):
         resumed = stream()
         resumed.go_to(json.loads(json.dumps(complete.state_at(index))))
@@ -176,9 +187,9 @@ def test_tables_are_read_from_any_position(tmp_path, kind, buffer):
 
 def test_examples_are_those_of_the_mapped_dataset(tmp_path, tokenizer):
     path = write_conversations(tmp_path / "chats.jsonl")
-    how = {"source": str(path), **OPENAI}
-    mapped = chat_dataset(tokenizer, **how)
-    streamed = chat_dataset(tokenizer, streaming=True, shuffle_buffer=7, **how)
+    settings = {"source": str(path), **OPENAI}
+    mapped = chat_dataset(tokenizer, **settings)
+    streamed = chat_dataset(tokenizer, streaming=True, shuffle_buffer=7, **settings)
     assert [streamed[i] for i in range(24)] == [mapped[i] for i in range(24)]
     assert streamed.origins(23) == [{"source": str(path), "line": 24}]
     texts = tmp_path / "texts.txt"
@@ -187,17 +198,17 @@ def test_examples_are_those_of_the_mapped_dataset(tmp_path, tokenizer):
     for i in range(4):
         assert sum(len(document["tokens"]) for document in packed[i]) == 50
     for splits in (True, False):  # unpacked texts are truncated in any case
-        how = {"max_seq_len": 5, "split_across_pack": splits}
-        streamed = text_completion_dataset(tokenizer, str(texts), streaming=True, **how)
+        settings = {"max_seq_len": 5, "split_across_pack": splits}
+        streamed = text_completion_dataset(tokenizer, str(texts), streaming=True, **settings)
         assert len(streamed[0]["tokens"]) == 4
-        assert streamed[0] == text_completion_dataset(tokenizer, str(texts), **how)[0]
+        assert streamed[0] == text_completion_dataset(tokenizer, str(texts), **settings)[0]
 
 
 def test_error_while_streaming_names_file_and_line(tmp_path):
-    def of(text, **how):
+    def stream(text, **settings):
         path = tmp_path / "rows.jsonl"
         path.write_bytes(text)
-        return StreamedDataset(transform, str(path), limit=None, **how)
+        return StreamedDataset(transform, str(path), limit=None, **settings)
 
     good = b'{"id": 1, "length": 2}\n'
     for text, words in (
@@ -210,12 +221,12 @@ def test_error_while_streaming_names_file_and_line(tmp_path):
         (good + b'{"id": -5, "length": 1}\n', r"rows\.jsonl, line 2: token id -5 is not in the vocabulary"),
     ):
         with pytest.raises(DataError, match=words):
-            of(text)[1]
+            stream(text)[1]
     with pytest.raises(DataError, match="There are no rows in"):
-        of(good, filter_fn=lambda row: False)[0]
+        stream(good, filter_fn=lambda row: False)[0]
     with pytest.raises(DataError, match="1: 2 tokens fit into no pack of 1"):
-        of(good, pack_length=1)[0]
-    shrinking = of(good * 4, shuffle_buffer=2)
+        stream(good, pack_length=1)[0]
+    shrinking = stream(good * 4, shuffle_buffer=2)
     shrinking[0]
     (tmp_path / "rows.jsonl").write_bytes(good * 3)
     with pytest.raises(DataError, match="has shrunk while the run reads it, from 92 to 69 bytes"):
@@ -271,9 +282,9 @@ def test_settings_that_streams_rule_out_are_refused(tmp_path, tokenizer):
         mixed_dataset(tokenizer, datasets={"a": node})
     with pytest.raises(DataError, match="stop=all needs to know"):
         mixed_dataset(tokenizer, datasets={"a": node}, weights={"a": 1}, stop="all")
-    of = mixed_dataset(tokenizer, datasets={"a": node}, weights={"a": 1})
+    mixture = mixed_dataset(tokenizer, datasets={"a": node}, weights={"a": 1})
     with pytest.raises(DataError, match="set max_steps_per_epoch"):
-        BatchLoader(of, batch_size=1, collate_fn=list, shuffle=True, seed=0)
+        BatchLoader(mixture, batch_size=1, collate_fn=list, shuffle=True, seed=0)
 
 
 @given(

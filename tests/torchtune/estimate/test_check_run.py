@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.runs import load_recipe, start, write_config
-from tests.tiny import write_conversations
+from tests.tiny import CHATS, write_conversations
 from torchtune import config, datasets
 from torchtune.config import ConfigError, load_and_check
 from torchtune.data import DataError
@@ -225,6 +225,20 @@ def test_planned_rows_tokens_and_steps_are_those_of_the_data(count, folder, tmp_
     assert estimated["steps"] == f"about {exact['steps']}"
     sample_tokens = sum(len(built[index]["tokens"]) for index in range(12))
     assert f"{round(sample_tokens * count / 12):,} tokens" in estimated["data"]
+
+
+def test_the_plan_says_which_rows_of_the_validation_are_trained_on(folder, tmp_path):
+    training = write_conversations(tmp_path / "data.jsonl", 20)
+    lines = training.read_text().splitlines(keepends=True)
+    (tmp_path / "some.jsonl").write_text("".join(lines[:3]))
+    write_conversations(tmp_path / "others.jsonl", 3, seed=7)
+    notes = {}
+    for name in ("some", "others"):
+        validation = {**CHATS, "source": str(tmp_path / f"{name}.jsonl")}
+        cfg = settings(LORA, folder, dataset__data_files=str(training), dataset_val=validation, run_val_every_n_steps=2)
+        notes[name] = dict(plan_data(cfg))["validation"].partition(", all tokenized to count them")[2]
+    assert notes["some"].startswith("; all of its 3 rows are training data, too")
+    assert notes["others"] == ""
 
 
 def test_rows_that_cannot_be_trained_on_are_named(folder, tmp_path):

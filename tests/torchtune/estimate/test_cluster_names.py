@@ -4,15 +4,14 @@ import pytest
 import torch
 import yaml
 
-from torchtune._cli._find_recipe import recipe_named_by, resolve_config
 from torchtune._cli.estimate import simulate_run
+from torchtune._recipe_registry import recipe_named_by, resolve_config
 from torchtune.estimate import parse_cluster, parse_memory
 from torchtune.estimate._fit import Candidate, Search, candidates
 from torchtune.estimate._ledger import Ledger, highest_by_phase
 from torchtune.estimate._observer import Observer
 from torchtune.estimate._roofline import step_time
-from torchtune.estimate._torch_private import FakeTensorMode
-from torchtune.utils import UserError
+from torchtune.utils import FakeTensorMode, UserError
 
 
 def test_cluster_and_memory_texts_are_parsed():
@@ -21,6 +20,9 @@ def test_cluster_and_memory_texts_are_parsed():
     assert parse_cluster("rtx-4090")[1] is parse_cluster("4090")[1]
     assert parse_memory("80GiB") == 80 * 2**30
     assert parse_memory("24GB") == 24e9
+    for text in ("", "lots", "0GB", "80TB"):
+        with pytest.raises(UserError, match="give the memory of a device, for example 80GiB"):
+            parse_memory(text)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,12 @@ def test_expert_parallelism_is_tried_only_with_experts():
         ("expert_parallel_dim=2",),
         ("expert_parallel_dim=4",),
     ]
+
+
+def test_every_doubling_of_a_dimension_is_slower():
+    slowdowns = candidates({"expert_parallel_dim": 2}, 8, has_experts=True)
+    assert list(slowdowns) == [(), ("expert_parallel_dim=4",), ("expert_parallel_dim=8",)]
+    assert list(slowdowns.values()) == pytest.approx([1, 1.02, 1.02**2])
 
 
 def test_tiles_of_feed_forward_layers_are_tried_for_long_rows_only():

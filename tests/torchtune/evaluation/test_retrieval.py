@@ -131,7 +131,7 @@ def test_pooling_and_instructions_are_read_from_a_checkpoint(config, pooling, tm
     assert EmbeddingSettings.of(tmp_path) == EmbeddingSettings(pooling, "query: ", "")
 
 
-def test_other_pooling_is_refused(tmp_path):
+def test_pooling_that_is_not_supported_is_refused(tmp_path):
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
     with pytest.raises(EvaluationError, match="it pools by pooling_mode_cls_token"):

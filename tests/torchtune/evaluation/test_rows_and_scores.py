@@ -45,6 +45,12 @@ def test_every_format_gives_the_question_and_the_right_answer(tmp_path, row, opt
     assert (eval_row.given, eval_row.row["answer"], eval_row.line) == ([USER], "4", 1)
 
 
+@pytest.mark.parametrize("answer", [{"sum": 4}, [4], [], {}, 4], ids=str)
+def test_a_right_answer_that_is_no_text_stays_as_it_is(answer, tmp_path):
+    (eval_row,) = rows_of(tmp_path, {"prompt": "2 + 2", "answer": answer})
+    assert (eval_row.row["answer"], eval_row.expects_call) == (answer, False)
+
+
 def test_earlier_turns_and_the_system_prompt_are_in_the_prompt_up_to_the_limit(tmp_path):
     turns = [USER, ASSISTANT, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]
     rows = rows_of(tmp_path, {"messages": turns}, "", {"messages": turns}, "no JSON", system="Be brief.", limit=2)

@@ -113,6 +113,12 @@ def test_rope_scalings_of_every_type_are_read_and_written():
         spec.from_hf_config({**_LLAMA, "rope_scaling": long})
 
 
+@pytest.mark.parametrize("value", [1, True, 0.5, "x", [0]])
+def test_unknown_field_that_may_change_the_model_is_refused(value):
+    with pytest.raises(ModelError, match=r"has my_scale = .*, or name the field in ignore_fields"):
+        get_spec("llama3").from_hf_config({**_LLAMA, "my_scale": value})
+
+
 def test_a_field_can_be_ignored_and_a_missing_one_is_named():
     spec = get_spec("llama3")
     assert spec.from_hf_config({**_LLAMA, "my_note": "x"}, ignore_fields=["my_note"]).vocab_size == 97

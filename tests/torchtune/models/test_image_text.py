@@ -476,3 +476,15 @@ def test_a_tower_with_rotary_positions_needs_heads_of_a_multiple_of_4():
     assert torchtune.models.VisionDescription(**sizes).head_dim == 6
     with pytest.raises(UserError, match=r"embed_dim \(12\) must be num_heads \(2\) times a multiple of 4"):
         torchtune.models.VisionDescription(**sizes, rope="axial")
+
+
+def test_tensors_go_through_the_weight_map_both_ways_bit_for_bit(folder):
+    """All at once; the loader reads slices instead."""
+    model = read(folder)
+    weight_map = model.spec.weight_map("hf")
+    state = model.state_dict()
+    external = list(weight_map.to_external(state.items(), model.description))
+    again = dict(weight_map.to_tune(external, model.description))
+    assert again.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(again[name], tensor), name

@@ -86,6 +86,21 @@ def test_text_alone_skips_the_encoder_and_cross_attention(folder, theirs):
     assert all(parameter.grad is None for parameter in model.encoder.parameters())
 
 
+def test_text_alone_with_a_frozen_decoder_runs_the_encoder_on_a_blank_image(folder):
+    """The loss would reach no trained parameter otherwise; the logits stay those of the text."""
+    model = ours(folder).train()
+    expected = model(TOKENS[2:]).detach()
+    fusion_params = get_fusion_params(model.decoder)
+    for name, parameter in model.decoder.named_parameters():
+        parameter.requires_grad_(name in fusion_params)
+    logits = model(TOKENS[2:])
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    logits.sum().backward()
+    gradients = [parameter.grad for parameter in model.encoder.parameters() if parameter.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
+
+
 def test_decoding_with_caches_is_decoding_without(folder):
     model = ours(folder)
     image_inputs = images([(2, 1)])

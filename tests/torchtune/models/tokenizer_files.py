@@ -25,7 +25,7 @@ def write_bpe(folder: Path) -> tuple[str, str]:
 def write_ranks(path: Path) -> str:
     """Write the ranks of a byte-pair encoding, as ``tiktoken`` files have them."""
     vocab = json.loads(Path(write_bpe(path.parent)[0]).read_text())
-    from torchtune.tokenizers._byte_level_bpe import bytes_to_unicode
+    from torchtune.tokenizers._masked_encoding import bytes_to_unicode
 
     to_byte = {character: byte for byte, character in bytes_to_unicode().items()}
     lines = []

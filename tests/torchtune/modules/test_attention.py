@@ -22,22 +22,50 @@ from torchtune.modules.kernels.documents import Boundaries
 from torchtune.supervision._flops import FlopCount
 from torchtune.utils import simulated
 
-# The last one has runs of equal length.
+# Lengths of the documents of a batch; the last batch has neighbors of equal length.
 _LENGTHS = [(7,), (3, 4), (2, 2, 2, 1, 5, 5), (1, 1, 9, 1), (130, 70, 200, 200)]
 
 
 def _qkv(length: int, n: int = 6, n_kv: int = 2, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries ``[1, s, n, 8]``, keys and values ``[1, s, n_kv, 8]``."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, length, heads, 8) for heads in (n, n_kv, n_kv)]
-    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes)
+    tensors = []
+    for heads in (n, n_kv, n_kv):
+        tensor = torch.randn((1, length, heads, 8), generator=generator)
+        tensors.append(tensor.to(dtype).requires_grad_())
+    return tuple(tensors)
+
+
+def _scores_and_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Masked scores ``[b, n, s, s]`` and values ``[b, n, s, d]`` in float64; keys are repeated for their queries."""
+    q, k, v = (tensor.double().transpose(1, 2) for tensor in (q, k, v))  # [b, n, s, d]
+    queries_per_key = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(queries_per_key, dim=1)
+    v = v.repeat_interleave(queries_per_key, dim=1)
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~mask, -math.inf), v
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """float64, mask ``[s, s]`` written out."""
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf)
+    """Attention in float64, with the mask ``[s, s]`` written out."""
+    scores, v = _scores_and_values(q, k, v, mask)
     return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
+    """A sink is a key that every query of its head sees, with a score of its own and a value of zero."""
+    scores, v = _scores_and_values(q, k, v, mask)
+    weights = scores.exp()
+    total = weights.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None]
+    return (weights / total @ v).transpose(1, 2)
+
+
+def _assert_gradients_close(
+    gradients: tuple[Tensor, ...], expected: tuple[Tensor, ...], relative: float, absolute: float = 0.0
+) -> None:
+    """Compare norms: single elements of a gradient may be close to zero."""
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        assert (gradient - expected_gradient).norm() <= relative * expected_gradient.norm() + absolute
 
 
 @pytest.mark.parametrize("n_kv", [2, 6])
@@ -45,13 +73,15 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def test_documents_equal_the_masked_formula(lengths, n_kv):
     q, k, v = _qkv(sum(lengths), n_kv=n_kv)
     mask = create_block_causal_mask([torch.tensor(lengths)])[0]
-    out = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE))
     expected = _formula(q, k, v, mask)
+    out = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE))
     assert (out - expected).abs().max() < 1e-5
+
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((out * weights).sum(), (q, k, v))
     expected_gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v))
-    assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(gradients, expected_gradients, strict=True))
+    _assert_gradients_close(gradients, expected_gradients, relative=1e-5, absolute=1e-6)
+
     masked = attention(q, k, v, mask=mask[None])
     assert (masked - expected).abs().max() < 1e-5
 
@@ -68,20 +98,11 @@ def test_documents_in_bfloat16_within_rounding(lengths, in_blocks, monkeypatch):
     assert (out - expected).abs().max() < 0.03
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     expected_gradients = torch.autograd.grad(expected.sum(), (q, k, v))
-    assert all((a - b).norm() <= 0.01 * b.norm() for a, b in zip(gradients, expected_gradients, strict=True))
-
-
-def _formula_with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """A key that every query sees, with a value of zero and a score of its own."""
-    q, k, v = (t.double().transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~mask, -math.inf).exp()
-    total = scores.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None]
-    return (scores / total @ v).transpose(1, 2)
+    _assert_gradients_close(gradients, expected_gradients, relative=0.01)
 
 
 def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
-    """bool ``[t, t]``: what the definition says, document by document."""
+    """Which keys a query sees, bool ``[t, t]``, by the definition, document by document."""
     starts = documents.cu_seqlens.tolist()
     positions = documents.positions()
     seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
@@ -90,8 +111,11 @@ def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
         seen[document, document] = True
         if prefix >= 0:
             seen[document, starts[prefix] : starts[prefix + 1]] = True
-    distance = positions[:, None] - positions
-    return seen & (distance >= 0) & (distance < (window or starts[-1]))
+    distance = positions[:, None] - positions  # a document goes on where its prefix ends
+    seen &= distance >= 0
+    if window is not None:
+        seen &= distance < window
+    return seen
 
 
 @pytest.mark.parametrize("window", [None, 4, 100])
@@ -102,23 +126,28 @@ def _seen_with_prefixes(documents: Documents, window: int | None) -> Tensor:
 def test_documents_that_share_a_prefix_equal_the_formula(lengths, prefixes, window):
     documents = Documents.from_lengths(lengths, DEVICE, prefixes=prefixes)
     q, k, v = _qkv(sum(lengths))
-    sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()
+    sinks = torch.linspace(-1.0, 2.0, 6).requires_grad_()  # a head each
     seen = _seen_with_prefixes(documents, window)
     weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
-    for sink_arguments in ((), (sinks,)):
-        expected = (_formula_with_sinks if sink_arguments else _formula)(q, k, v, seen, *sink_arguments)
-        expected_gradients = torch.autograd.grad((expected * weights).sum(), (q, k, v, *sink_arguments))
-        out = attention(q, k, v, documents=documents, window=window, **({"sinks": sinks} if sink_arguments else {}))
+
+    def compare(out, expected, inputs):
         assert (out - expected).abs().max() < 1e-5
-        gradients = torch.autograd.grad((out * weights).sum(), (q, k, v, *sink_arguments))
-        assert all((a - b).norm() <= 1e-5 * b.norm() + 1e-6 for a, b in zip(gradients, expected_gradients, strict=True))
+        gradients = torch.autograd.grad((out * weights).sum(), inputs)
+        expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+        _assert_gradients_close(gradients, expected_gradients, relative=1e-5, absolute=1e-6)
+
+    out = attention(q, k, v, documents=documents, window=window)
+    compare(out, _formula(q, k, v, seen), (q, k, v))
+    out = attention(q, k, v, documents=documents, window=window, sinks=sinks)
+    compare(out, _formula_with_sinks(q, k, v, seen, sinks), (q, k, v, sinks))
 
 
 def test_gradients_of_a_shared_prefix_do_not_round_at_every_document():
-    """Of 300 documents; in bfloat16 a sum of halves stops at 128."""
+    """300 documents go on from one token, and each attends to it by half; in bfloat16 a sum of halves stops at 128."""
     documents = Documents.from_lengths([1] * 301, DEVICE, prefixes=[-1] + [0] * 300)
-    q, k = (torch.zeros(1, 301, 1, 8, dtype=torch.bfloat16) for _ in range(2))
-    v = torch.zeros_like(k, requires_grad=True)
+    q = torch.zeros(1, 301, 1, 8, dtype=torch.bfloat16)
+    k = torch.zeros_like(q)
+    v = torch.zeros_like(q, requires_grad=True)
     attention(q, k, v, documents=documents).sum().backward()
     assert v.grad[0, 0, 0, 0].item() == pytest.approx(1 + 300 / 2, rel=2**-8)
     with pytest.raises(ValueError, match="share a prefix has no dropout"):
@@ -149,17 +178,17 @@ def test_sinks_with_a_block_mask_equal_the_formula():
 
 
 def test_documents_cover_the_flattened_rows():
-    """They cover the flattened positions, so that one may even run over a row's end."""
-    q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
-    out = attention(q, k, v, documents=Documents.from_lengths((4, 5, 3), DEVICE))
-    expected = _formula(
-        *(t.view(1, 12, *t.shape[2:]) for t in (q, k, v)), create_block_causal_mask([torch.tensor([4, 5, 3])])[0]
-    )
+    """Documents cover the positions of all rows, one row after the other, so that one may run over a row's end."""
+    q, k, v = _qkv(12)
+    mask = create_block_causal_mask([torch.tensor([4, 5, 3])])[0]
+    expected = _formula(q, k, v, mask)
+    rows = (tensor.view(2, 6, *tensor.shape[2:]) for tensor in (q, k, v))
+    out = attention(*rows, documents=Documents.from_lengths((4, 5, 3), DEVICE))
     assert (out.view(1, 12, 6, 8) - expected).abs().max() < 1e-5
 
 
 def test_without_boundaries_rows_are_causal():
-    q, k, v = (t.view(2, 6, *t.shape[2:]) for t in _qkv(12))
+    q, k, v = (tensor.view(2, 6, *tensor.shape[2:]) for tensor in _qkv(12))
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     assert (attention(q, k, v) - _formula(q, k, v, causal)).abs().max() < 1e-5
     everything = torch.ones(6, 6, dtype=torch.bool)
@@ -173,7 +202,7 @@ def test_dropout_drops_within_documents_only():
     out = attention(q, k, v, documents=documents, dropout_p=0.5)
     exact = attention(q, k, v, documents=documents)
     assert not torch.allclose(out, exact)
-    gradient = torch.autograd.grad(out[:, :200].square().sum(), k)[0]
+    (gradient,) = torch.autograd.grad(out[:, :200].square().sum(), k)  # of the first document alone
     assert gradient[:, :200].any()
     assert not gradient[:, 200:].any()
 
@@ -187,6 +216,7 @@ def test_arguments_of_attention_that_contradict_each_other_are_refused():
 
 
 def _layer(**options: object) -> MultiHeadAttention:
+    """A small layer; ``options`` replace its arguments."""
     torch.manual_seed(0)
     linear = torch.nn.Linear
     sizes = {"embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
@@ -220,13 +250,9 @@ def test_newer_flash_attention_is_refused_where_it_would_do_nothing(monkeypatch)
 
     with pytest.raises(ConversionError, match="kernel is 'FA2', it must be FA3 or FA4"):
         FlashAttentionKernel("FA2")
-    for bad, message in (
-        (model(sinks=True), "runs no layer"),
-        (model(softcap=30.0), "runs no layer"),
-        (model(torch.float32), "runs no layer"),
-    ):
-        with pytest.raises(ConversionError, match=message):
-            FlashAttentionKernel("FA3").convert(bad)
+    for unsupported in (model(sinks=True), model(softcap=30.0), model(torch.float32)):
+        with pytest.raises(ConversionError, match="runs no layer"):
+            FlashAttentionKernel("FA3").convert(unsupported)
     with simulated():
         assert FlashAttentionKernel("FA4").convert(model()).replaced == ["attn"]
 
@@ -239,19 +265,28 @@ def test_newer_flash_attention_needs_cuda():
 
 @pytest.mark.parametrize("size", [4, 5, 6])
 def test_chunks_of_documents_that_share_their_beginning_equal_those_of_whole_texts(size):
-    lengths = (6, 3, 9)
-    q, k, v = (torch.randn(1, 18, n, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 1))
-    v = v.expand(-1, -1, 2, -1)
-    chunked = attention(q, k, v, documents=Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0)), chunk=size)
+    lengths = (6, 3, 9)  # a prefix and two answers
+    tensors = []
+    for heads in (4, 2, 1):
+        tensors.append(torch.randn(1, 18, heads, 8, generator=torch.Generator().manual_seed(heads)))
+    q, k, v = tensors
+    v = v.expand(-1, -1, 2, -1)  # one head for both, without a copy
+    documents = Documents.from_lengths(lengths, DEVICE, prefixes=(-1, 0, 0))
+    chunked = attention(q, k, v, documents=documents, chunk=size)
+
     splits = (q.split(lengths, 1), k.split(lengths, 1), v.split(lengths, 1))
     prefix, *answers = zip(*splits, strict=True)  # (q, k, v) of each document
     expected = [attention(*prefix, chunk=size)]
     for answer in answers:
-        text = (torch.cat(pair, 1) for pair in zip(prefix, answer, strict=True))
-        expected.append(attention(*text, chunk=size)[:, 6:])
+        text = [torch.cat(pair, 1) for pair in zip(prefix, answer, strict=True)]
+        out = attention(*text, chunk=size)
+        expected.append(out[:, 6:])  # without the prefix
     torch.testing.assert_close(chunked, torch.cat(expected, 1), atol=1e-5, rtol=1e-5)
+
     last = attention(q[:, -1:], k, v, chunk=size)
     torch.testing.assert_close(last, attention(q, k, v, chunk=size)[:, -1:], atol=1e-5, rtol=1e-5)
+
+    # A position attends to those of its chunk that are not after it.
     pairs = 0
     for length in lengths:
         pairs += sum(position % size + 1 for position in range(length))
@@ -264,3 +299,14 @@ def test_boundaries_without_chunks_are_refused_by_layers_with_chunks():
         attention(q, q, q, documents=Boundaries.of(Documents.from_lengths((8,), DEVICE)), chunk=4)
     with pytest.raises(ValueError, match="chunks, a soft cap or sinks has no dropout"):
         attention(q, q, q, dropout_p=0.1, chunk=4)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_blocks_of_image_tokens_have_the_dropout_of_attention_weights(is_training):
+    layer = _layer(attn_dropout=0.5).train(is_training)
+    x = torch.randn(1, 6, 16)
+    outputs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        outputs.append(layer(x, blocks=[(0, 2, 5)])[0, 2:5])
+    assert torch.equal(*outputs) != is_training

@@ -117,6 +117,6 @@ def test_losses_that_predict_tokens_are_refused(model):
     assert "attends to later positions" in model.prefix_obstacle()
 
 
-def test_other_modules_are_refused():
+def test_modules_that_are_no_text_decoders_are_refused():
     with pytest.raises(ConversionError, match="a Linear is no text decoder"):
         BidirectionalAttention().convert(torch.nn.Linear(2, 2))

@@ -93,6 +93,15 @@ def test_page_of_a_long_run_stays_small(tmp_path):
     assert "350 more, in skipped_steps.jsonl" in path.read_text()
 
 
+def test_axes_have_a_few_round_numbers(tmp_path):
+    metrics = [{"step": step, "loss": float(step)} for step in (1, 5, 9)]
+    page = write_report(RunFolder(write_run(tmp_path / "run", [START, ended()], metrics))).read_text()
+    chart = page.partition("<svg")[2].partition("</svg>")[0]
+    ticks_of_loss = ["2.5", "5", "7.5"]
+    ticks_of_steps = ["2", "4", "6", "8"]
+    assert re.findall(r">([\d.]+)</text>", chart) == [*ticks_of_loss, *ticks_of_steps]
+
+
 def test_numbers_that_are_not_finite_are_marked_and_are_null_in_json(tmp_path):
     metrics = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.0}]
     path = write_report(RunFolder(write_run(tmp_path / "run", [START, ended()], metrics)), price_per_hour=40.0)

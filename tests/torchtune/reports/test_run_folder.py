@@ -78,6 +78,13 @@ def test_killed_run_is_distinguished_from_a_running_one(tmp_path):
     assert RunFolder(run).state == "was killed"
 
 
+def test_a_resumed_run_that_was_killed_has_not_ended(tmp_path):
+    """Its earlier process has ended, and this one has not."""
+    events = [START, ended("was stopped", step=4), START | {"step": 4}]
+    run = RunFolder(write_run(tmp_path / "run", events))
+    assert (run.end, run.state) == ({}, "was killed")
+
+
 def test_only_the_newest_run_of_a_folder_counts(tmp_path):
     events = [START, measured("before", {"a": 1.0}), ended(), START | {"time": 900.0}]
     run = RunFolder(write_run(tmp_path / "run", events))

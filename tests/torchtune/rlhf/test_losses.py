@@ -52,7 +52,8 @@ def odds(p):
     return math.log(math.exp(p) / (1.0 - math.exp(p)))
 
 
-# Of a pair: c, r (policy), C, R (reference) and lengths n, k.
+# Loss -> its formula for one pair, as in its paper, with the summed log-probs of the chosen and the rejected answer by
+# the policy (c, r) and by the reference (C, R), and the number of tokens of the answers (n, k).
 FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
     "dpo": (DPOLoss(0.3), lambda c, r, C, R, n, k: nls(0.3 * (c - r - C + R))),
     "cdpo": (
@@ -91,19 +92,19 @@ FORMULAS: dict[str, tuple[PreferenceLoss, Callable[..., float]]] = {
 }
 
 
-def outputs(sums, lengths=LENGTHS):
+def outputs(sums):
+    """Log-probs ``(chosen, rejected)`` of the three pairs, which are differentiable, with their lengths."""
     chosen, rejected = sums
-    chosen_lengths, rejected_lengths = lengths
     return ChosenRejectedOutputs(
         torch.tensor(chosen, dtype=torch.float64, requires_grad=True),
         torch.tensor(rejected, dtype=torch.float64, requires_grad=True),
-        chosen_lengths=torch.tensor(chosen_lengths),
-        rejected_lengths=torch.tensor(rejected_lengths),
+        chosen_lengths=torch.tensor(LENGTHS[0]),
+        rejected_lengths=torch.tensor(LENGTHS[1]),
     )
 
 
 def slope(formula, values, at):
-    """Central difference by argument ``at``."""
+    """Derivative by the argument ``at``, as a central difference."""
     step = 1e-5
     high = list(values)
     high[at] += step
@@ -117,17 +118,22 @@ def test_preference_loss_and_gradient_equal_the_formula(name):
     loss, formula = FORMULAS[name]
     policy = outputs(POLICY)
     reference = outputs(REFERENCE)
-    losses, *rewards = loss(policy, None if loss.is_reference_free else reference)
+    if loss.is_reference_free:
+        reference = None
+    losses, *rewards = loss(policy, reference)
     losses.sum().backward()
-    for i in range(3):
-        pair = [POLICY[0][i], POLICY[1][i], REFERENCE[0][i], REFERENCE[1][i], LENGTHS[0][i], LENGTHS[1][i]]
-        assert losses[i].item() == pytest.approx(formula(*pair), abs=1e-9)
-        assert policy.chosen_logps.grad[i].item() == pytest.approx(slope(formula, pair, 0), abs=1e-6)
-        gradient = 0.0 if policy.rejected_logps.grad is None else policy.rejected_logps.grad[i].item()
-        assert gradient == pytest.approx(slope(formula, pair, 1), abs=1e-6)
+    gradient_of_chosen = policy.chosen_logps.grad
+    gradient_of_rejected = policy.rejected_logps.grad
+    if gradient_of_rejected is None:  # the loss does not use it
+        gradient_of_rejected = torch.zeros(3)
+    for i, numbers in enumerate(zip(*POLICY, *REFERENCE, *LENGTHS, strict=True)):
+        assert losses[i].item() == pytest.approx(formula(*numbers), abs=1e-9)
+        # A central difference of a step of 1e-5 has about ten digits.
+        assert gradient_of_chosen[i].item() == pytest.approx(slope(formula, numbers, 0), abs=1e-6)
+        assert gradient_of_rejected[i].item() == pytest.approx(slope(formula, numbers, 1), abs=1e-6)
     if name == "dpo":
-        wanted = 0.3 * (torch.tensor(POLICY) - torch.tensor(REFERENCE))
-        torch.testing.assert_close(torch.stack(rewards).float(), wanted)
+        expected_rewards = 0.3 * (torch.tensor(POLICY) - torch.tensor(REFERENCE))
+        torch.testing.assert_close(torch.stack(rewards).float(), expected_rewards)
     assert not any(reward.requires_grad for reward in rewards)
 
 
@@ -172,18 +178,21 @@ def test_coefficients_out_of_range_are_refused(make, words):
         make()
 
 
-def pair(chosen, rejected, labels=True, **numbers):
+def pair(num_chosen, num_rejected, labels=True, **numbers):
     """A pair of answers of so many tokens after a prompt of two; labels are shifted."""
     example = dict(numbers)
-    for side, count in (("chosen", chosen), ("rejected", rejected)):
+    for side, count in (("chosen", num_chosen), ("rejected", num_rejected)):
         tokens = list(range(1, 3 + count))
+        answer_labels = [-100] * count
+        if labels:
+            answer_labels = tokens[2:]
         example[f"{side}_input_ids"] = tokens
-        example[f"{side}_labels"] = [-100, *(tokens[2:] if labels else [-100] * count), -100][: len(tokens)]
+        example[f"{side}_labels"] = [-100, *answer_labels, -100]
     return example
 
 
 def test_a_pair_without_labels_adds_nothing():
-    """It is the example of a rank that has none; so accumulation and ranks change nothing."""
+    """A rank that has no example computes such a pair; so accumulation and ranks change nothing."""
     batch = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
     filled = collate_preference([pair(3, 2), pair(1, 4), pair(2, 2, labels=False)]).to(DEVICE)
     assert (batch.num_terms, filled.num_terms) == (2, 2)
@@ -191,8 +200,11 @@ def test_a_pair_without_labels_adds_nothing():
     filled_scores = torch.tensor([-1.0, -2.0, 0.0, -3.0, -2.5, 0.0], requires_grad=True)
     mixed = MixedPreferenceLoss([DPOLoss(), BCOPairLoss(), ChosenNLLLoss()])
     for loss in (DPOLoss(rpo_alpha=0.5), SimPOLoss(), ORPOLoss(), CPOLoss(), APODownLoss(), mixed, RewardLoss()):
-        reference = None if loss.is_reference_free else torch.zeros(4)
-        filled_reference = None if loss.is_reference_free else torch.zeros(6)
+        reference = None
+        filled_reference = None
+        if not loss.is_reference_free:
+            reference = torch.zeros(4)
+            filled_reference = torch.zeros(6)
         total, metrics = loss.sum_and_metrics(batch, scores, reference)
         filled_total, filled_metrics = loss.sum_and_metrics(filled, filled_scores, filled_reference)
         torch.testing.assert_close(total, filled_total)
@@ -203,7 +215,7 @@ def test_a_pair_without_labels_adds_nothing():
 
 
 def test_weighted_sum_equals_the_formula_and_metrics_count_every_pair_once():
-    """Also where the order of answers is another one, behind a prompt that they share."""
+    """Also if answers stand behind the prompt that they share, which changes their order."""
     weights = (0.25, 3.0, 1.0)
     examples = [pair(9, 12, weight=0.25), pair(2, 3, weight=3), pair(8, 1)]
     answers = collate_preference(examples)
@@ -211,14 +223,17 @@ def test_weighted_sum_equals_the_formula_and_metrics_count_every_pair_once():
     assert shared.documents.num_prefixes
     for batch in (answers.to(DEVICE), shared.to(DEVICE)):
         assert batch.num_terms == sum(weights)
+        # Index of each document's answer in the three chosen and the three rejected ones.
         order = batch.per_document["pair"] + torch.where(batch.per_document["is_chosen"], 0, 3)
         scores = torch.tensor([*POLICY[0], *POLICY[1]], dtype=torch.float64)[order].requires_grad_()
         reference = torch.tensor([*REFERENCE[0], *REFERENCE[1]], dtype=torch.float64)[order]
         for name, (loss, formula) in FORMULAS.items():
             total, metrics = loss.sum_and_metrics(batch, scores, None if loss.is_reference_free else reference)
-            numbers = zip(*POLICY, *REFERENCE, (9, 2, 8), (12, 3, 1), strict=True)
-            wanted = [weight * formula(*values) for weight, values in zip(weights, numbers, strict=True)]
-            assert total.item() == pytest.approx(sum(wanted), abs=1e-6), name
+            expected = 0.0
+            pairs = zip(*POLICY, *REFERENCE, (9, 2, 8), (12, 3, 1), strict=True)
+            for weight, numbers in zip(weights, pairs, strict=True):
+                expected += weight * formula(*numbers)
+            assert total.item() == pytest.approx(expected, abs=1e-6), name  # weights are float32
             assert metrics["rewards/accuracies"][1] == 3
     with torch.no_grad():
         total, _ = RewardLoss(0.0).sum_and_metrics(answers.to(DEVICE), torch.zeros(6))
@@ -233,6 +248,7 @@ def test_reward_loss_subtracts_the_margin_of_an_example():
 
 
 def answer(prompt, completion, good):
+    """A labeled answer; labels are shifted."""
     labels = [-100] * (len(prompt) - 1) + completion + [-100]
     return {"tokens": prompt + completion, "labels": labels, "is_chosen": good}
 
@@ -244,22 +260,22 @@ def test_kto_equals_its_formula():
     batch = collate_preference(ANSWERS).to(DEVICE)
     policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
+    ratios = (1.0, 0.5, -0.5)  # policy - reference
+    signs = (1, -1, 1)  # good, bad, good
+    weights = (1.5, 0.5, 1.5)
     for baseline in (0.25, -0.25):
-        z = max(0.0, baseline)
+        clipped = max(0.0, baseline)
+
+        def formula(ratio, sign, weight, baseline=clipped):
+            return weight * (1 - sigmoid(sign * 0.3 * (ratio - baseline)))
+
         total, metrics = KTOLoss(0.3, 1.5, 0.5).sum_and_metrics(
             batch, policy, reference, torch.tensor(baseline, dtype=torch.float64)
         )
-        ratios = (1.0, 0.5, -0.5)
-        signs = (1, -1, 1)
-        weights = (1.5, 0.5, 1.5)
-
-        def formula(ratio, sign, weight, z=z):
-            return weight * (1 - 1 / (1 + math.exp(-sign * 0.3 * (ratio - z))))
-
         assert total.item() == pytest.approx(sum(map(formula, ratios, signs, weights)), abs=1e-9)
         (gradient,) = torch.autograd.grad(total, policy)
-        for i in range(3):
-            assert gradient[i].item() == pytest.approx(slope(formula, [ratios[i], signs[i], weights[i]], 0), abs=1e-6)
+        for i, numbers in enumerate(zip(ratios, signs, weights, strict=True)):
+            assert gradient[i].item() == pytest.approx(slope(formula, numbers, 0), abs=1e-6)
     assert float(metrics["rewards/chosen"][0] / metrics["rewards/chosen"][1]) == pytest.approx(0.3 * 0.25)
     assert float(metrics["rewards/rejected"][0]) == pytest.approx(0.3 * 0.5)
 
@@ -271,9 +287,11 @@ def test_weighted_sum_of_kto_equals_its_formula():
     policy = torch.tensor([-4.0, -2.0, -1.0], dtype=torch.float64)
     reference = torch.tensor([-5.0, -2.5, -0.5], dtype=torch.float64)
     total, metrics = KTOLoss(0.3).sum_and_metrics(batch.to(DEVICE), policy, reference, torch.tensor(0.25))
-    losses = [sigmoid(-0.3 * (1.0 - 0.25)), sigmoid(0.3 * (0.5 - 0.25)), sigmoid(-0.3 * (-0.5 - 0.25))]
-    wanted = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-    assert total.item() == pytest.approx(wanted, abs=1e-6)
+    good = sigmoid(-0.3 * (1.0 - 0.25))
+    bad = sigmoid(0.3 * (0.5 - 0.25))
+    worse_than_the_reference = sigmoid(-0.3 * (-0.5 - 0.25))
+    expected = weights[0] * good + weights[1] * bad + weights[2] * worse_than_the_reference
+    assert total.item() == pytest.approx(expected, abs=1e-6)
     assert metrics["rewards/chosen"][1] == 2
 
 
@@ -312,47 +330,55 @@ def test_kto_refuses_pairs_and_batches_of_one_example():
 
 def test_scores_are_pooled_at_the_last_token_of_a_document_not_at_padding():
     batch = collate_preference([pair(3, 2), pair(1, 4)]).to(DEVICE)
-    hidden = torch.arange(batch.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
     head = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     ends = torch.tensor(batch.documents.lengths).cumsum(0) - 1
-    wanted = ends.double() * head.weight.sum()
-    torch.testing.assert_close(pooled_scores(hidden, batch, head), wanted)
+    expected = ends.double() * head.weight.sum()
+
+    def positions(batch):
+        """Hidden states [1, s, 3] that hold their position, so that a score tells where it was pooled."""
+        return torch.arange(batch.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
+
+    torch.testing.assert_close(pooled_scores(positions(batch), batch, head), expected)
     padded = batch.pad_to_multiple(8)
-    padded_hidden = torch.arange(padded.num_tokens, dtype=torch.float64)[None, :, None].expand(-1, -1, 3)
-    torch.testing.assert_close(pooled_scores(padded_hidden, padded, head), wanted)
+    torch.testing.assert_close(pooled_scores(positions(padded), padded, head), expected)
+
+    # Of a sequence that two ranks share, each pools the ends that it has.
     halves = [padded.split(rank, 2) for rank in (0, 1)]
-    parts = [pooled_scores(part, half, head) for part, half in zip(padded_hidden.chunk(2, 1), halves, strict=True)]
-    torch.testing.assert_close(parts[0] + parts[1], wanted)
+    first_hidden, second_hidden = positions(padded).chunk(2, 1)
+    first_scores = pooled_scores(first_hidden, halves[0], head)
+    second_scores = pooled_scores(second_hidden, halves[1], head)
+    torch.testing.assert_close(first_scores + second_scores, expected)
     assert [half.num_terms for half in halves] == [2, 0]
 
 
 def test_ppo_equals_its_formula():
     rng = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(2, 4, generator=rng, dtype=torch.float64) * 0.5 for _ in range(6)]
+    # Old and new log-probs, advantages, old and new values, returns: [2 answers, 4 tokens].
+    tensors = [torch.randn(2, 4, generator=rng, dtype=torch.float64) * 0.5 for _ in range(6)]
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
-    losses_and_metrics = PPOLoss(0.2, 0.1, 0.3)(*drawn, mask, mask)
+    losses_and_metrics = PPOLoss(0.2, 0.1, 0.3)(*tensors, mask, mask)
 
     def clip(x, low, high):
         return min(max(x, low), high)
 
-    def at(values):
-        return values[mask].tolist()
-
-    policy = []
-    value = []
+    policy_terms = []
+    value_terms = []
+    ratios = []
     num_clipped = 0
-    for o, n, a, ov, v, r in zip(*map(at, drawn), strict=True):
-        ratio = math.exp(n - o)
-        unclipped = -a * ratio
-        clipped = -a * clip(ratio, 0.8, 1.2)
+    tokens = [tensor[mask].tolist() for tensor in tensors]
+    for old, new, advantage, old_value, value, returned in zip(*tokens, strict=True):
+        ratio = math.exp(new - old)
+        unclipped = -advantage * ratio
+        clipped = -advantage * clip(ratio, 0.8, 1.2)
+        near_value = clip(value, old_value - 0.1, old_value + 0.1)
+        ratios.append(ratio)
         num_clipped += clipped > unclipped
-        policy.append(max(unclipped, clipped))
-        value.append(max((v - r) ** 2, (clip(v, ov - 0.1, ov + 0.1) - r) ** 2))
-    policy_loss = sum(policy) / 5
-    value_loss = 0.5 * sum(value) / 5
-    ratio = sum(math.exp(n - o) for o, n in zip(*map(at, drawn[:2]), strict=True)) / 5
-    wanted = [policy_loss + 0.3 * value_loss, policy_loss, value_loss, ratio, num_clipped / 5]
-    assert [value.item() for value in losses_and_metrics] == pytest.approx(wanted, abs=1e-7)
+        policy_terms.append(max(unclipped, clipped))
+        value_terms.append(max((value - returned) ** 2, (near_value - returned) ** 2))
+    policy_loss = sum(policy_terms) / 5
+    value_loss = 0.5 * sum(value_terms) / 5
+    expected = [policy_loss + 0.3 * value_loss, policy_loss, value_loss, sum(ratios) / 5, num_clipped / 5]
+    assert [value.item() for value in losses_and_metrics] == pytest.approx(expected, abs=1e-7)
 
 
 @pytest.mark.parametrize("pairs", [2, 3])
@@ -363,7 +389,7 @@ def test_a_loss_that_returns_no_rewards_is_refused(pairs):
         needs_reference = False
 
         def compare(self, policy, reference):
-            """Of every pair, and no rewards."""
+            """Return the losses, and no rewards."""
             return torch.relu(1 - policy.chosen_logps + policy.rejected_logps)
 
     with pytest.raises(LossError, match=r"Margin.compare must return three tensors of one number for each pair"):

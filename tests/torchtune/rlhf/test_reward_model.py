@@ -65,3 +65,16 @@ def test_warning_names_why_all_answers_are_penalized(settings, rollouts, reason,
     make_reward_model(**settings).apply_penalty(rollouts, torch.ones(len(rollouts)))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.endswith(f"of which {reason}: no score counts, so {remedy}.")
+
+
+def test_scores_do_not_depend_on_the_answers_per_forward_pass(make_reward_model):
+    rollouts = [SHORT, UNFINISHED, GOOD, SHORT, GOOD]
+    reward_model = make_reward_model(batch_size=2)
+    passes = []
+    reward_model.model.register_forward_hook(lambda *_: passes.append(None))
+    scores = reward_model(rollouts)
+    assert len(passes) == 3
+    reward_model._batch_size = None
+    torch.testing.assert_close(scores, reward_model(rollouts))
+    assert len(passes) == 4
+    assert len(scores.unique()) == 3

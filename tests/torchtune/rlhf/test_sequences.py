@@ -16,6 +16,7 @@ DIM, VOCAB = 6, 13
 
 
 def projections():
+    """Kind -> an output projection with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapted = LoRALinear(DIM, VOCAB, rank=2, alpha=4)
@@ -38,14 +39,22 @@ def test_token_log_probs_are_those_of_all_logits(kind, labelled):
     projection = projections()[kind]
     rng = torch.Generator().manual_seed(1)
     hidden = torch.randn(2, 5, DIM, generator=rng).requires_grad_()
-    labels = torch.tensor([[3, -100, 7, 1, -100], [-100, 0, 12, -100, 5]]) if labelled else torch.full((2, 5), -100)
-    weight = getattr(projection, "tied_module", projection).weight
-    leaves = [hidden, projection.lora_a.weight, projection.lora_b.weight] if kind == "adapted" else [hidden, weight]
-    scale = torch.linspace(-1, 2, 10).view(2, 5)
+    labels = torch.full((2, 5), -100)
+    if labelled:
+        labels = torch.tensor([[3, -100, 7, 1, -100], [-100, 0, 12, -100, 5]])
     log_probs = token_log_probs(hidden, labels, projection, temperature=0.8)
-    all_log_probs = torch.log_softmax(projection(hidden).float() / 0.8, -1)
-    expected = all_log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0.0)
+
+    # The formula: all logits, of which those of the labels are taken; positions without a label have 0.
+    all_log_probs = torch.log_softmax(projection(hidden).float() / 0.8, -1)  # [b, s, v]
+    expected = all_log_probs.gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    expected = expected.masked_fill(labels == -100, 0.0)
     torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=0)
+
+    if kind == "adapted":
+        leaves = [hidden, projection.lora_a.weight, projection.lora_b.weight]
+    else:
+        leaves = [hidden, getattr(projection, "tied_module", projection).weight]
+    scale = torch.linspace(-1, 2, 10).view(2, 5)  # another gradient for each position
     gradients = torch.autograd.grad((log_probs * scale).sum(), leaves)
     expected_gradients = torch.autograd.grad((expected * scale).sum(), leaves)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
@@ -55,8 +64,8 @@ def test_token_log_probs_are_those_of_all_logits(kind, labelled):
 def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs_are_not():
     rng = torch.Generator().manual_seed(0)
     rows = torch.randint(1, VOCAB, (2, 7), generator=rng)
-    mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)  # the prompts
-    unshifted = rows.masked_fill(mask, -100)
+    is_prompt = torch.tensor([[1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0]], dtype=torch.bool)
+    unshifted = rows.masked_fill(is_prompt, -100)
     shifted = torch.cat([unshifted[:, 1:], torch.full((2, 1), -100)], 1)
     example = {
         "chosen_input_ids": rows[0].tolist(),
@@ -67,16 +76,19 @@ def test_labels_of_datasets_are_shifted_already_and_those_of_get_batch_log_probs
     batch = collate_preference([example]).to(DEVICE)
     hidden = torch.randn(1, 14, DIM, generator=rng, dtype=torch.float64)
     head = nn.Linear(DIM, VOCAB, bias=False, dtype=torch.float64)
-    of_documents = rlhf.document_log_probs(hidden, batch, head)
+    log_probs_of_documents = rlhf.document_log_probs(hidden, batch, head)
+
+    # One token after the other: the logits before it have its log-prob. The end of an answer is among the labels.
     logits = head(hidden).view(2, 7, VOCAB)
-    torch.testing.assert_close(of_documents, rlhf.get_batch_log_probs(logits, unshifted))
+    for row, start in enumerate((2, 4)):
+        log_probs = [torch.log_softmax(logits[row, i - 1], -1)[rows[row, i]] for i in range(start, 7)]
+        torch.testing.assert_close(log_probs_of_documents[row], torch.stack(log_probs).sum())
+
+    torch.testing.assert_close(log_probs_of_documents, rlhf.get_batch_log_probs(logits, unshifted))
     _, labels_of_older_recipes = padded_collate_dpo([example])
     assert labels_of_older_recipes.tolist() == unshifted.tolist()
     averaged = rlhf.get_batch_log_probs(logits, unshifted, return_average_logprobs=True)
-    torch.testing.assert_close(of_documents / torch.tensor([5, 3]), averaged)
-    for row, (first, last) in enumerate(((2, 7), (4, 7))):  # the end of the answer is among the labels
-        alone = [torch.log_softmax(logits[row, i - 1], -1)[rows[row, i]] for i in range(first, last)]
-        torch.testing.assert_close(of_documents[row], torch.stack(alone).sum())
+    torch.testing.assert_close(log_probs_of_documents / torch.tensor([5, 3]), averaged)
     with pytest.raises(ValueError, match="differ"):
         rlhf.get_batch_log_probs(logits, unshifted[:, 1:])
 
@@ -85,10 +97,10 @@ def test_log_probs_in_chunks_equal_those_of_the_whole_batch():
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 6, VOCAB, generator=rng)
     tokens = torch.randint(VOCAB, (5, 2), generator=rng)
-    of_response = rlhf.truncate_sequence_for_logprobs(logits, context_length=4)
-    assert torch.equal(of_response, logits[:, 3:5])
-    log_probs = rlhf.batched_logits_to_logprobs(of_response, tokens, temperature=0.5, chunk_size=2)
-    torch.testing.assert_close(log_probs, rlhf.logits_to_logprobs(of_response, tokens, 0.5))
+    response_logits = rlhf.truncate_sequence_for_logprobs(logits, context_length=4)
+    assert torch.equal(response_logits, logits[:, 3:5])
+    log_probs = rlhf.batched_logits_to_logprobs(response_logits, tokens, temperature=0.5, chunk_size=2)
+    torch.testing.assert_close(log_probs, rlhf.logits_to_logprobs(response_logits, tokens, 0.5))
     expected = torch.log_softmax(logits[2, 3] / 0.5, -1)[tokens[2, 0]]
     torch.testing.assert_close(log_probs[2, 0], expected)
 
@@ -121,15 +133,19 @@ def test_advantages_equal_generalized_advantage_estimates():
     rewards = torch.randn(2, 4, generator=rng, dtype=torch.float64)
     gamma = 0.9
     lmbda = 0.8
-    wanted = torch.zeros(2, 4, dtype=torch.float64)
-    for t in range(4):  # the sum of discounted one-step errors, as the paper writes it
+    # As the paper writes it, the sum of discounted one-step errors; after the last token, the value is 0.
+    next_values = torch.cat([values[:, 1:], torch.zeros(2, 1)], dim=1)
+    errors = rewards + gamma * next_values - values
+    estimates = torch.zeros(2, 4, dtype=torch.float64)
+    for t in range(4):
         for k in range(t, 4):
-            following = values[:, k + 1] if k < 3 else 0.0
-            wanted[:, t] += (gamma * lmbda) ** (k - t) * (rewards[:, k] + gamma * following - values[:, k])
+            estimates[:, t] += (gamma * lmbda) ** (k - t) * errors[:, k]
     partial_mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
     for mask in (None, partial_mask):
-        counted = wanted.flatten() if mask is None else wanted[mask]
-        whitened = (wanted - counted.mean()) / counted.std()
+        counted = estimates
+        if mask is not None:
+            counted = estimates[mask]
+        whitened = (estimates - counted.mean()) / counted.std()
         for keeps_mean in (True, False):
             advantages, returns = rlhf.estimate_advantages(values, rewards, gamma, lmbda, mask, keeps_mean)
             expected = whitened
@@ -138,7 +154,7 @@ def test_advantages_equal_generalized_advantage_estimates():
             if mask is not None:
                 expected = expected.masked_fill(~mask, 0.0)
             torch.testing.assert_close(advantages, expected, atol=1e-6, rtol=0)
-            torch.testing.assert_close(returns, wanted + values)
+            torch.testing.assert_close(returns, estimates + values)
 
 
 def test_masked_sums_means_and_variances_ignore_masked_values():

@@ -155,6 +155,28 @@ def test_an_invalid_text_reply_is_refused_in_one_sentence(server, text, usage, s
     assert asks.sample(PROMPT, 1, 3)[0].answer == [], "half a character is dropped"
 
 
+@pytest.mark.parametrize(
+    ("text", "num_sampled", "reason", "answer", "is_finished"),
+    [
+        ("a?!!", 4, "length", ["a", "?", "!", "!"], False),
+        ("a?", 3, "stop", ["a", "?", "<|im_end|>"], True),
+        ("a?!", 4, "stop", ["a", "?", "!", "<|im_end|>"], True),
+        ("a?!", 4, "length", [], False),
+        ("a?", 4, "stop", [], False),
+    ],
+    ids=["cut", "ended", "ended at the limit", "cut, or ended at the limit", "other tokens"],
+)
+def test_an_answer_without_known_tokens_is_dropped(server, text, num_sampled, reason, answer, is_finished, tmp_path):
+    """``transformers serve`` says ``length`` of every answer with the maximum number of tokens."""
+    write_tokenizer(tmp_path)
+    asks = TransformersServer(server.url, "m", SETTINGS, tmp_path / "tokenizer.json", 2)
+    usage = {"prompt_tokens": 2, "completion_tokens": num_sampled}
+    server.say({"model": "m", "choices": [{"text": text, "finish_reason": reason}], "usage": usage})
+    (rollout,) = asks.sample(PROMPT, 1, 3)
+    tokens = [asks._tokenizer.id_to_token(token) for token in rollout.answer]
+    assert (tokens, rollout.finished) == (answer, is_finished)
+
+
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 
 

@@ -65,7 +65,7 @@ def test_fork_of_a_rank_does_not_hide_its_end(ring):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_living_ranks_are_not_lost(ring):
+def test_ranks_that_are_alive_are_not_reported_as_lost(ring):
     for lifelines in ring:
         lifelines.poll()
     assert [lifelines.cut_ranks for lifelines in ring] == [set(), set(), set()]

@@ -79,7 +79,7 @@ def test_every_out_of_memory_error_becomes_one_sentence(error, tmp_path):
     assert "\n" not in message
 
 
-def test_other_errors_are_raised_unchanged():
+def test_errors_that_are_not_of_memory_are_raised_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     with (
         pytest.raises(RuntimeError) as caught,

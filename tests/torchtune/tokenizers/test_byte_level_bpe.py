@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from torchtune.data import DataError
 from torchtune.tokenizers import GPT2BaseTokenizer
-from torchtune.tokenizers._byte_level_bpe import WordEncoder
+from torchtune.tokenizers._masked_encoding import WordEncoder
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 # What Qwen's and Llama's checkpoints split by.

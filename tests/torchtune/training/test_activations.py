@@ -11,7 +11,7 @@ from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.peft import LoRA
 from torchtune.training.activations import ActivationCheckpointingError, CheckpointedForward
-from torchtune.utils import UserError
+from torchtune.utils import UserError, simulated
 
 
 def make_model():
@@ -154,6 +154,17 @@ def test_policies_and_modes_that_select_nothing_are_refused():
 def test_offloading_without_an_accelerator_is_refused():
     with pytest.raises(UserError, match="enable_activation_offloading: there is no accelerator"):
         training.get_act_offloading_ctx_manager(make_model(), True)
+
+
+def test_small_tensors_and_parameters_stay_on_the_device():
+    parameter = nn.Parameter(torch.zeros(32, 32))
+    with simulated():  # tensors of the CPU stand for those of an accelerator
+        offloading = training.OffloadActivations(min_offload_size=1024)
+        assert not offloading._should_keep(torch.zeros(256)), "1,024 bytes"
+        assert offloading._should_keep(torch.zeros(255))
+        assert not offloading._should_keep(torch.zeros(512, dtype=torch.bfloat16))
+        assert offloading._should_keep(parameter)
+        assert offloading._should_keep(parameter.T), "a view of a parameter"
 
 
 def test_block_without_offloading_can_be_entered_repeatedly():

@@ -175,6 +175,67 @@ def test_mlflow_logs_to_a_folder(tmp_path, cfg, monkeypatch):
     assert not (tmp_path / "mlruns").exists(), "artifacts are in the folder, too"
 
 
+class FakeMLflow(types.ModuleType):
+    """Stands for the package, and notes its calls; there is no experiment but ``known``."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.exceptions = types.SimpleNamespace(MlflowException=KeyError)
+        self.calls = []
+
+    def get_experiment_by_name(self, name):
+        return "1" if name == "known" else None
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*args, **kwargs):
+            self.calls.append((name, *args, *kwargs.items()))
+            return name  # of start_run, the run
+
+        return call
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    module = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return module
+
+
+@pytest.mark.parametrize("experiment", [None, "mine", "known"])
+def test_mlflow_keeps_runs_and_artifacts_in_a_folder(experiment, mlflow, tmp_path):
+    MLFlowLogger(experiment, tracking_uri=str(tmp_path / "runs"))
+    calls = [("set_tracking_uri", f"sqlite:///{tmp_path}/runs/mlflow.db")]
+    if experiment != "known":
+        artifacts = (tmp_path / "runs" / "artifacts").as_uri()
+        calls.append(("create_experiment", experiment or "Default", ("artifact_location", artifacts)))
+    if experiment is not None:
+        calls.append(("set_experiment", experiment))
+    assert mlflow.calls == [*calls, ("start_run", ("run_id", None), ("run_name", None))]
+    assert (tmp_path / "runs").is_dir()
+
+
+@pytest.mark.parametrize("uri", [None, "databricks", "http://localhost:5000"])
+def test_mlflow_sends_numbers_and_settings_to_a_server(uri, mlflow, cfg, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    logger = MLFlowLogger(tracking_uri=uri, run_id="7", run_name="first")
+    log_three_steps(logger, cfg)
+    logger.log("loss", 1.0, step=4)  # after closing
+    start, log_params, log_artifact, *numbers, end = mlflow.calls[uri is not None :]
+    assert mlflow.calls[0] == (start if uri is None else ("set_tracking_uri", uri))
+    assert start == ("start_run", ("run_id", "7"), ("run_name", "first"))
+    assert log_params[1]["optimizer.lr"] == "2e-05"
+    assert log_artifact == ("log_artifact", str(tmp_path / "out" / "torchtune_config.yaml"))
+    assert numbers[:2] == [
+        ("log_metrics", {"loss": 1.5}, ("step", 1)),
+        ("log_metrics", {"loss": 1.25, "lr": 2e-5}, ("step", 2)),
+    ]
+    assert (len(numbers), end) == (3, ("end_run",))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @installed("trackio")
 @pytest.mark.filterwarnings("ignore")
 def test_trackio_has_metrics_answers_and_alerts(tmp_path, cfg):

@@ -10,8 +10,11 @@ from torchtune.utils import (
     DeviceSupport,
     UserError,
     batch_to_device,
+    computes_on_cpu,
     get_device,
     get_world_size_and_rank,
+    launches_kernels,
+    simulated,
 )
 
 
@@ -39,6 +42,16 @@ def test_device_type_selects_the_communication_backend():
     assert DeviceSupport.from_type("cuda").communication_backend == "nccl"
     with pytest.raises(ValueError, match="Unknown device type 'tpu'"):
         DeviceSupport.from_type("tpu")
+
+
+def test_tensors_on_cpu_stand_for_an_accelerators_in_a_simulation():
+    cpu = torch.device("cpu")
+    others = [torch.device("cuda"), torch.device("mps")]
+    assert [computes_on_cpu(device) for device in (cpu, *others)] == [True, False, False]
+    assert [launches_kernels(device) for device in (cpu, *others)] == [False, True, False]
+    with simulated():
+        assert [computes_on_cpu(device) for device in (cpu, *others)] == [False, False, False]
+        assert [launches_kernels(device) for device in (cpu, *others)] == [True, True, False]
 
 
 def test_without_processes_the_world_is_one():

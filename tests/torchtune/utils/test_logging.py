@@ -71,7 +71,7 @@ def test_rank_0_is_on_the_screen_and_in_its_file(tmp_path):
     assert second.endswith("INFO loading")
 
 
-def test_other_ranks_show_errors_alone(tmp_path):
+def test_ranks_after_the_first_show_errors_alone(tmp_path):
     end = "from torchtune.config import _parse; _parse.load_and_check = lambda *_: None\n"
     end += "    sys.argv = ['recipe', '--config', 'x']; config.parse(recipe_main)()"
     status, screen, file = in_process(1, tmp_path, end)
@@ -185,8 +185,9 @@ def test_a_deprecated_function_and_parameter():
     def g(new=0, old=None):
         return new
 
-    with pytest.warns(FutureWarning, match="f is deprecated"):
+    with pytest.warns(FutureWarning, match="f is deprecated") as of_function:
         assert f() == 1
     assert g(2) == 2
-    with pytest.warns(FutureWarning, match="old is deprecated for g"):
+    with pytest.warns(FutureWarning, match="old is deprecated for g") as of_parameter:
         g(2, 3)
+    assert of_function[0].filename == of_parameter[0].filename == __file__, "the caller has to change the line"

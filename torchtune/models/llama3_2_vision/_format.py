@@ -298,7 +298,9 @@ class Patches(Op):
         self, which: int, slices: Slices, shapes: Sequence[Sequence[int]], description: DeepFusionDescription
     ) -> list[ExternalSlice]:
         """Return complete rows."""
-        return [] if is_empty(slices) else [_FlatSlice(0, (slices[0], slice(0, shapes[0][1])))]
+        if is_empty(slices):
+            return []
+        return [_FlatSlice(0, (slices[0], slice(0, shapes[0][1])))]
 
 
 class _FlatSlice(ExternalSlice):

@@ -381,7 +381,9 @@ class Llama4Transform(ImageEncoder, Llama4Tokenizer):
         dtype: torch.dtype = torch.bfloat16,
         prompt_template: PromptTemplateInterface | TemplateType | None = None,
     ) -> None:
-        special_tokens = None if special_tokens_path is None else parse_hf_tokenizer_json(special_tokens_path)
+        special_tokens = None
+        if special_tokens_path is not None:
+            special_tokens = parse_hf_tokenizer_json(special_tokens_path)
         super().__init__(path, special_tokens, max_seq_len, get_prompt_template(prompt_template))
         self.tile_size = tile_size
         self.patch_size = patch_size

@@ -52,6 +52,7 @@ class TileMask:
             queries = q[images]  # [images, n, s, h]
             keys = k[images]
             values = v[images]
+            # Pairs of padding tokens are masked: real tokens attend to all tokens, and padding tokens to real ones.
             real_output = F.scaled_dot_product_attention(queries[:, :, :num_real], keys, values, dropout_p=dropout_p)
             outputs_of_group = [real_output]
             if num_real < q.shape[2]:
@@ -638,7 +639,9 @@ def _varlen_attention(
     varlen_attn, supports_groups = _VARLEN
     group = q.shape[1] // k.shape[1]
     # Positions to the left and to the right of the query's own; -1: all.
-    window_left = window - 1 if window else -1
+    window_left = -1
+    if window:
+        window_left = window - 1  # the window includes the query's own position
     window_right = 0
     if not is_causal:
         # For -1 on both sides, torch 2.14 runs cuDNN's kernel on some cards (see `card_of`). A window as wide as the

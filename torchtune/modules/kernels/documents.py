@@ -364,7 +364,10 @@ def _backward_formula(ctx, grad: Tensor, _: Tensor | None) -> tuple[Tensor | Non
     grad_q, grad_k, grad_v, grad_sinks = _backward(
         grad, q, k, v, out, lse, cu_seqlens, sinks, ctx.window, ctx.softcap, cu_keys
     )
-    grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
+    if sinks is None:
+        grad_sinks = None  # zeros, because an operator always returns a tensor
+    else:
+        grad_sinks = grad_sinks.to(sinks.dtype)
     # In the order of the arguments: boundaries, window, soft cap and boundaries of keys have no gradient.
     return grad_q, grad_k, grad_v, None, grad_sinks, None, None, None
 
@@ -470,7 +473,7 @@ def block_attention(
     num_kv_heads = k.shape[2]
     queries = _split_queries(q, num_kv_heads)  # [b, n_kv, n / n_kv, s, h]
     out_heads = _split_queries(out, num_kv_heads)
-    keys = _by_kv_head(k, torch.float32)  # [b * n_kv, t, h]
+    keys = _by_kv_head(k, torch.float32)  # [b * n_kv, t, h]; scores are computed in float32
     values = _by_kv_head(v, v.dtype)
     for block in _iter_blocks(queries, keys, window, softcap, sinks):
         block_values = values[:, block.key_range]
@@ -602,7 +605,9 @@ def _iter_blocks(
         query_range = slice(start, min(start + _BLOCK, s))
         size = query_range.stop - start
         first_position = start + num_earlier  # of the block's first query, among the keys
-        first_key = max(0, first_position - window + 1) if window else 0
+        first_key = 0
+        if window:
+            first_key = max(0, first_position - window + 1)
         key_range = slice(first_key, first_position + size)
         block_queries = _take_block(queries, query_range, torch.float32)
         scores = torch.bmm(block_queries, scaled_keys[:, key_range].transpose(1, 2))

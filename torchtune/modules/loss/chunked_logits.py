@@ -3,23 +3,20 @@
 All logits of a batch are never in memory at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchtune.data import label_index
 from torchtune.modules._outside_graphs import outside_graphs
 from torchtune.modules.kernels.onednn import linear
 from torchtune.modules.loss.custom_loss import Projection
 from torchtune.modules.output_projection import CappedLinear, soft_cap
-
-# (logits of a chunk [n, v], slice of its positions) -> values of its positions [n], one tensor or several.
-RowFunction = Callable[[Tensor, slice], Tensor | tuple[Tensor, ...]]
 
 _PLAIN_FORWARDS = (nn.Linear.forward, CappedLinear.forward)
 
@@ -124,20 +121,19 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _identity(tensor: Tensor) -> Tensor:
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _start_of_sum(values: Tensor) -> tuple[Tensor | GradientEdge, Tensor]:
-    """Return where autograd starts to compute the gradients of the sum of ``values``, and the gradient there.
+def kept_on_device() -> saved_tensors_hooks:
+    """Context of the graph of a chunk, which is used at once: the hooks replace those that offload activations."""
+    return saved_tensors_hooks(_unchanged, _unchanged)
 
-    A function of its own, so that no name of the caller keeps the node, and with it the logits.
-    """
-    node = values.grad_fn
-    if node is not None and node.name() == "_CrossEntropyBackward":
-        # It starts from the logits, which hold their gradient: a product with ones would be another pass over them.
-        return GradientEdge(*node.next_functions[0]), node.gradient.detach()
-    return values, torch.ones_like(values)
+
+def chunk_slices(num_rows: int, chunk_rows: int) -> list[slice]:
+    """Return the slices of chunks; without positions an empty one, so that every rank runs the same projection."""
+    starts = range(0, max(num_rows, 1), chunk_rows)
+    return [slice(start, start + chunk_rows) for start in starts]
 
 
 class _Gradients:
@@ -145,80 +141,127 @@ class _Gradients:
 
     Args:
         hidden: hidden states [n, d].
-        function: function of the logits.
-        logits: the output projection.
         parameters: parameters of the projection that need gradients.
         needs_hidden: whether the hidden states need one.
     """
 
-    def __init__(
-        self, hidden: Tensor, function: RowFunction, logits: Logits, parameters: Sequence[Tensor], needs_hidden: bool
-    ) -> None:
-        self.hidden = hidden
-        self.function = function
-        self.logits = logits
+    def __init__(self, hidden: Tensor, parameters: Sequence[Tensor], needs_hidden: bool) -> None:
         self.parameters = parameters
         self.of_hidden: Tensor | None = None
         if needs_hidden:
             self.of_hidden = torch.zeros_like(hidden)
         self.of_parameters: list[Tensor | None] = [None] * len(parameters)
 
-    def add(self, rows: slice, grads: Sequence[Tensor] | None) -> Tensor:
-        """Add the gradients of a chunk, for gradients ``grads`` of its values or of their sum; return the values."""
-        # The hooks replace those of offloading: the graph of a chunk is used at once.
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
-            chunk = self.hidden[rows].detach().requires_grad_(self.of_hidden is not None)  # [n, d]
-            values = self.function(self.logits(chunk), rows)  # [n], one tensor or several
-            outputs = values
-            if grads is None:
-                outputs, grads = _start_of_sum(values)
-            inputs = list(self.parameters)
-            if chunk.requires_grad:
-                inputs.insert(0, chunk)
-            input_grads = list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
-            del outputs, grads  # they may be the logits
-        if chunk.requires_grad:
-            self.of_hidden[rows] = input_grads.pop(0)
-        for index, grad in enumerate(input_grads):
-            if grad is None:
+    def of_chunk(self, hidden: Tensor, outputs: Any, output_gradients: Any) -> list[Tensor | None]:
+        """Return the gradients of a chunk's hidden states, a leaf [n, d], if it needs one, and of every parameter."""
+        inputs = list(self.parameters)
+        if hidden.requires_grad:
+            inputs.insert(0, hidden)
+        return list(torch.autograd.grad(outputs, inputs, output_gradients, allow_unused=True))
+
+    def add(self, rows: slice, gradients: list[Tensor | None]) -> None:
+        """Add the gradients of a chunk, from :meth:`of_chunk`."""
+        of_parameters = gradients
+        if self.of_hidden is not None:
+            self.of_hidden[rows] = gradients[0]
+            of_parameters = gradients[1:]
+        for index, gradient in enumerate(of_parameters):
+            if gradient is None:
                 continue
             total = self.of_parameters[index]
             if total is None:
                 # The gradient of a single chunk keeps its dtype: no copy in float32 is made where nothing is summed.
-                self.of_parameters[index] = grad
+                self.of_parameters[index] = gradient
             else:
-                self.of_parameters[index] = at_least_float32(total).add_(grad)
-        return values
+                self.of_parameters[index] = at_least_float32(total).add_(gradient)
 
     def result(self) -> list[Tensor | None]:
         """Return the gradients of the hidden states and of every parameter."""
         gradients = [self.of_hidden]
-        for grad, parameter in zip(self.of_parameters, self.parameters, strict=True):
-            if grad is None:  # no chunk has read it, for example the adapter of another layer
+        for gradient, parameter in zip(self.of_parameters, self.parameters, strict=True):
+            if gradient is None:  # no chunk has read it, for example the adapter of another layer
                 gradients.append(torch.zeros_like(parameter))
             else:
-                gradients.append(grad.to(parameter.dtype))
+                gradients.append(gradient.to(parameter.dtype))
         return gradients
 
 
-def _slices(hidden: Tensor, chunk_rows: int) -> list[slice]:
-    """Slices of chunks; without positions an empty one, so that every rank runs the same projection."""
-    starts = range(0, max(len(hidden), 1), chunk_rows)
-    return [slice(start, start + chunk_rows) for start in starts]
+class ChunkedSum:
+    """Sum of the losses of positions, whose logits are computed chunk by chunk.
+
+    The sum weighs positions by numbers that are known before the backward pass. The gradients of a chunk are therefore
+    computed beside its losses, from the same logits, and the backward pass only scales them::
+
+        chunked = ChunkedSum(hidden, logits)
+        for rows in chunk_slices(len(hidden), chunk_rows):
+            losses, gradients = ...  # a function of its own, with the three steps below, frees the logits on return
+            chunked.add(rows, losses, gradients)
+            del gradients
+        total = chunked.total()
+
+    The three steps are :meth:`chunk_hidden`, the losses of ``logits(chunk)``, and :meth:`chunk_gradients`.
+
+    Args:
+        hidden: hidden states [n, d].
+        logits: the output projection.
+
+    Attributes:
+        needs_gradients: whether anything gets a gradient.
+    """
+
+    def __init__(self, hidden: Tensor, logits: Logits) -> None:
+        self.logits = logits
+        self._hidden = hidden
+        self._sums: list[Tensor] = []  # scalars
+        parameters = logits.parameters
+        self.needs_gradients = torch.is_grad_enabled() and (hidden.requires_grad or bool(parameters))
+        self._gradients: _Gradients | None = None
+        if self.needs_gradients:
+            self._gradients = _Gradients(hidden, parameters, hidden.requires_grad)
+
+    def chunk_hidden(self, rows: slice) -> Tensor:
+        """Return the hidden states [n, d] of a chunk, a leaf where its graph ends."""
+        needs_gradient = self.needs_gradients and self._hidden.requires_grad
+        return self._hidden[rows].detach().requires_grad_(needs_gradient)
+
+    def chunk_gradients(
+        self, chunk_hidden: Tensor, outputs: Tensor, output_gradients: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """Compute the gradients of a chunk, for :meth:`add`.
+
+        Args:
+            chunk_hidden: result of :meth:`chunk_hidden`.
+            outputs: losses [n], or logits [n, v] whose gradient is known.
+            output_gradients: gradients of the sum with respect to the outputs; None: each is 1.
+        """
+        if self._gradients is None:
+            return []
+        if output_gradients is None:
+            output_gradients = torch.ones_like(outputs)
+        return self._gradients.of_chunk(chunk_hidden, outputs, output_gradients)
+
+    def add(self, rows: slice, losses: Tensor, gradients: list[Tensor | None]) -> None:
+        """Add the losses [n] of a chunk, and its gradients from :meth:`chunk_gradients`."""
+        self._sums.append(losses.sum())
+        if self._gradients is not None:
+            self._gradients.add(rows, gradients)
+
+    def total(self) -> Tensor:
+        """Return the sum.
+
+        Returns:
+            Scalar; differentiable once. With a group, the gradient of the hidden states is a partial sum.
+        """
+        if self._gradients is None:
+            return torch.stack(self._sums).sum()
+        return _SumWithGradients.apply(self._sums, self._gradients, self._hidden, *self._gradients.parameters)
 
 
-class _ChunkedSum(torch.autograd.Function):
-    """Sum over positions; the forward pass computes the gradients, so that logits are computed once."""
+class _SumWithGradients(torch.autograd.Function):
+    """Sum of scalars, with the gradients of hidden states and parameters that were computed beside them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
-    ) -> Tensor:
-        gradients = _Gradients(hidden, function, logits, parameters, ctx.needs_input_grad[0])
-        sums = []
-        for rows in _slices(hidden, chunk_rows):
-            # No name for the values: it would keep the logits of this chunk while the next one's are computed.
-            sums.append(gradients.add(rows, None).detach().sum())
+    def forward(ctx: Any, sums: list[Tensor], gradients: _Gradients, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients.result()
         return torch.stack(sums).sum()
 
@@ -230,83 +273,68 @@ class _ChunkedSum(torch.autograd.Function):
                 "The gradients of this loss were used up by a first backward pass: call the loss again instead of "
                 "passing retain_graph=True."
             )
-        for gradient in ctx.gradients:
+        gradients = ctx.gradients
+        ctx.gradients = None
+        for gradient in gradients:
             if gradient is not None:
                 gradient.mul_(grad)  # in place, as this backward pass is the only one
-        of_hidden, *of_parameters = ctx.gradients
-        ctx.gradients = None
-        return of_hidden, None, None, None, *of_parameters
+        return None, None, *gradients
 
 
-class _ChunkedRows(torch.autograd.Function):
-    """Values of positions; the backward pass computes the logits again."""
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probs of targets, and entropies; the backward pass computes the logits again.
+
+    The loss may weigh positions by their log-probs, so that no gradient is known before the backward pass.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int, *parameters: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        logits: Logits,
+        temperature: float,
+        chunk_rows: int,
+        with_entropy: bool,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden)
-        ctx.function = function
+        ctx.save_for_backward(hidden, targets)
         ctx.logits = logits
+        ctx.temperature = temperature
         ctx.chunk_rows = chunk_rows
-        return _rows_of(hidden, function, logits, chunk_rows)
+        ctx.with_entropy = with_entropy
+        chunks = []
+        for rows in chunk_slices(len(hidden), chunk_rows):
+            # No name for the logits: it would keep them while the next chunk's are computed.
+            values = log_probs_of_rows(
+                logits(hidden[rows]), targets[rows], logits.group, temperature, with_entropy=with_entropy
+            )
+            chunks.append(values)
+        # Tuples of chunks -> a tuple of tensors [n].
+        return tuple(torch.cat(values) for values in zip(*chunks, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (hidden,) = ctx.saved_tensors
-        gradients = _Gradients(hidden, ctx.function, ctx.logits, ctx.logits.parameters, ctx.needs_input_grad[0])
-        for rows in _slices(hidden, ctx.chunk_rows):
-            gradients.add(rows, [grad[rows] for grad in grads])
+        hidden, targets = ctx.saved_tensors
+        needs_hidden = ctx.needs_input_grad[0]
+        gradients = _Gradients(hidden, ctx.logits.parameters, needs_hidden)
+        for rows in chunk_slices(len(hidden), ctx.chunk_rows):
+            with torch.enable_grad(), kept_on_device():
+                chunk = hidden[rows].detach().requires_grad_(needs_hidden)  # [n, d]
+                values = log_probs_of_rows(
+                    ctx.logits(chunk), targets[rows], ctx.logits.group, ctx.temperature, with_entropy=ctx.with_entropy
+                )
+                chunk_gradients = gradients.of_chunk(chunk, values, [grad[rows] for grad in grads])
+            del values  # their graph holds the logits
+            gradients.add(rows, chunk_gradients)
+            del chunk_gradients  # one is of the output weight: before the next chunk allocates its own
         of_hidden, *of_parameters = gradients.result()
-        return of_hidden, None, None, None, *of_parameters
-
-
-def _rows_of(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
-    """Values of all positions, [n] each."""
-    values_of_chunks = []
-    for rows in _slices(hidden, chunk_rows):
-        # No name for the logits: it would keep them while the next chunk's are computed.
-        values_of_chunks.append(function(logits(hidden[rows]), rows))
-    # Tuples of chunks -> a tuple of tensors [n].
-    return tuple(torch.cat(values) for values in zip(*values_of_chunks, strict=True))
-
-
-@outside_graphs
-def chunked_sum(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> Tensor:
-    """Compute the sum of a function over positions.
-
-    The sum weighs positions equally, so the forward pass computes their gradients, and the backward pass scales them.
-
-    Args:
-        hidden: hidden states [n, d].
-        function: returns one tensor.
-        logits: the output projection.
-        chunk_rows: positions per chunk of logits.
-
-    Returns:
-        Scalar, at least float32; differentiable once. With a group, the gradient of ``hidden`` is a partial sum.
-    """
-    parameters = logits.parameters
-    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedSum.apply(hidden, function, logits, chunk_rows, *parameters)
-    sums = []
-    for rows in _slices(hidden, chunk_rows):
-        sums.append(function(logits(hidden[rows]), rows).sum())
-    return torch.stack(sums).sum()
-
-
-@outside_graphs
-def chunked_rows(hidden: Tensor, function: RowFunction, logits: Logits, chunk_rows: int) -> tuple[Tensor, ...]:
-    """Compute a function of every position, which returns a tuple; see :func:`chunked_sum` for the arguments."""
-    parameters = logits.parameters
-    if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedRows.apply(hidden, function, logits, chunk_rows, *parameters)
-    return _rows_of(hidden, function, logits, chunk_rows)
+        return of_hidden, None, None, None, None, None, *of_parameters
 
 
 def log_probs_of_rows(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, *, with_entropy: bool
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, temperature: float = 1.0, *, with_entropy: bool
 ) -> tuple[Tensor, ...]:
     """Compute the target's log-prob of every row, [n], and the entropy of the row's distribution if asked for.
 
@@ -314,12 +342,16 @@ def log_probs_of_rows(
         logits: [n, v]; with a group, this rank's shard of the vocabulary.
         targets: int64 [n].
         group: process group of the shards.
+        temperature: divisor of the logits.
         with_entropy: also return the entropies, [n].
 
     Returns:
         One or two tensors, at least float32.
     """
-    shifted, _, target_logits = shift_rows(at_least_float32(logits), targets, group)
+    logits = at_least_float32(logits)
+    if temperature != 1.0:
+        logits = logits / temperature
+    shifted, _, target_logits = shift_rows(logits, targets, group)
     exp = shifted.exp()
     sums = {"exp": exp.sum(-1), "target": target_logits}  # over the vocabulary, [n] each
     if with_entropy:
@@ -376,6 +408,7 @@ def shift_rows(logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None)
 _CHUNK_ELEMENTS = 2**25
 
 
+@outside_graphs
 def _log_probs(
     hidden: Tensor,
     targets: Tensor,
@@ -386,13 +419,7 @@ def _log_probs(
     with_entropy: bool,
 ) -> tuple[Tensor, ...]:
     """Log-probs [n] of the targets of hidden states [n, d], and entropies [n] if asked for."""
-
-    def function(chunk: Tensor, rows: slice) -> tuple[Tensor, ...]:
-        if temperature != 1.0:
-            chunk = at_least_float32(chunk) / temperature
-        return log_probs_of_rows(chunk, targets[rows], logits.group, with_entropy=with_entropy)
-
-    return chunked_rows(hidden, function, logits, chunk_rows)
+    return _ChunkedLogProbs.apply(hidden, targets, logits, temperature, chunk_rows, with_entropy, *logits.parameters)
 
 
 @overload

@@ -4,17 +4,24 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtune.data import label_index
-from torchtune.modules.loss.chunked_logits import Logits, at_least_float32, chunked_sum, shift_rows, sum_over_shards
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.loss.chunked_logits import (
+    ChunkedSum,
+    Logits,
+    at_least_float32,
+    chunk_slices,
+    kept_on_device,
+    shift_rows,
+    sum_over_shards,
+)
 from torchtune.modules.loss.custom_loss import LossError, Projection, SFTLoss, zero_loss
 from torchtune.utils import computes_on_cpu, deprecated
 
@@ -77,11 +84,7 @@ class LossTerms:
         return torch.ones_like(losses)
 
 
-# (logits, target) -> losses of rows, and perhaps statistics of rows; overwrites the logits with their gradient.
-RowLosses = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
-
-def row_losses(
+def cross_entropy_(
     logits: Tensor, target: Tensor, terms: LossTerms = LossTerms(), *, with_statistics: bool = False
 ) -> tuple[Tensor, ...]:
     """Compute the loss of every row [n], and overwrite ``logits`` [n, v] with its gradient, such as softmax − one-hot.
@@ -160,10 +163,10 @@ def _add_terms(
     return losses
 
 
-def sharded_row_losses(
+def sharded_cross_entropy(
     logits: Tensor, target: Tensor, group: dist.ProcessGroup, terms: LossTerms, *, with_statistics: bool
 ) -> tuple[Tensor, ...]:
-    """As :func:`row_losses`, from this rank's shard of the vocabulary; autograd computes the gradient.
+    """As :func:`cross_entropy_`, from this rank's shard of the vocabulary; autograd computes the gradient.
 
     Args:
         logits: this rank's shard [n, v].
@@ -209,53 +212,22 @@ def sharded_row_losses(
     return factors * losses + terms.z_loss * log_normalizers.square(), *statistics
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Losses [n] of logits [n, v], block by block; the blocks of the logits are overwritten with their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, function: RowLosses) -> tuple[Tensor, ...]:
-        block_elements = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
-        rows = max(1, block_elements // logits.shape[1])
-        # Detached: the compiler refuses views that were made without gradients of a tensor that has one, once another
-        # view has changed it in place.
-        values = logits.detach()
-        results = []  # of each block: its losses and statistics
-        for block_logits, block_target in zip(values.split(rows), target.split(rows), strict=True):
-            results.append(function(block_logits, block_target))
-        ctx.gradient = logits  # overwritten by the function
-        ctx.rows = rows
-        losses, *statistics = results[0]
-        if len(results) > 1:  # tuples of blocks -> a tuple of tensors [n]
-            losses, *statistics = [torch.cat(tensors) for tensors in zip(*results, strict=True)]
-        ctx.mark_non_differentiable(*statistics)
-        return losses, *statistics
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None]:
-        factors = grad.unsqueeze(-1)
-        if not computes_on_cpu(grad.device):
-            return ctx.gradient.mul_(factors), None, None
-        # On a CPU, a product of bfloat16 and float32 takes 15 times as long as one of small blocks cast first.
-        blocks = ctx.gradient.split(ctx.rows)
-        factors_of_blocks = factors.split(ctx.rows)
-        for block, block_factors in zip(blocks, factors_of_blocks, strict=True):
-            block.copy_(block.to(block_factors.dtype).mul_(block_factors))
-        return ctx.gradient, None, None
+def scale_rows_(logits_gradient: Tensor, factors: Tensor) -> None:
+    """Multiply every row of a gradient [n, v] by its factor [n], in place."""
+    factors = factors.unsqueeze(-1)  # [n, 1]
+    if not computes_on_cpu(logits_gradient.device):
+        logits_gradient.mul_(factors)
+        return
+    # On a CPU, a product of bfloat16 and float32 takes 15 times as long as one of small blocks cast first.
+    rows = rows_per_block(logits_gradient)
+    for block, block_factors in zip(logits_gradient.split(rows), factors.split(rows), strict=True):
+        block.copy_(block.to(block_factors.dtype).mul_(block_factors))
 
 
-def cross_entropy(logits: Tensor, target: Tensor, function: RowLosses = row_losses) -> tuple[Tensor, ...]:
-    """Compute the loss of every row, at least float32 [n], without another tensor of the logits' size.
-
-    Args:
-        logits: [n, v], overwritten with their gradient.
-        target: int64 [n].
-        function: :func:`row_losses` with its options, or compiled.
-
-    Returns:
-        The losses, and the statistics of the function, without gradients.
-    """
-    return _CrossEntropy.apply(logits, target, function)
+def rows_per_block(logits: Tensor) -> int:
+    """Return the number of rows of logits [n, v] whose softmax is computed at once."""
+    block_elements = _CPU_BLOCK if computes_on_cpu(logits.device) else LOGITS_BLOCK
+    return max(1, block_elements // logits.shape[1])
 
 
 def choose_chunk_rows(rows: int, num_output_chunks: int, trained: Tensor | None) -> int:
@@ -346,7 +318,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         self._projection: tuple[Any, ...] = ()
         self._terms = LossTerms(label_smoothing, z_loss, reweighting, eaft_alpha)
         # Replaced by a compiled function in apply_compile_strategy.
-        self._row_losses: Callable[..., tuple[Tensor, ...]] = row_losses
+        self._cross_entropy_: Callable[..., tuple[Tensor, ...]] = cross_entropy_
 
     @property
     def tp_requires_loss_parallel_ctx_manager(self) -> bool:
@@ -355,7 +327,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def apply_compile_strategy(self, *args: Any, **kwargs: Any) -> "LinearCrossEntropyLoss":
         """Compile the passes over a chunk's logits, but not the products and the loop over chunks."""
-        self._row_losses = torch.compile(row_losses, *args, **kwargs)
+        self._cross_entropy_ = torch.compile(cross_entropy_, *args, **kwargs)
         return self
 
     def set_model_output(self, model: nn.Module) -> None:
@@ -376,27 +348,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
 
     def compute_cross_entropy(self, hidden_chunk: Tensor, target_chunk: Tensor) -> Tensor:
         """Compute the summed cross entropy of some positions: hidden [n, d], targets [n] -> scalar."""
-        logits = Logits.of(self.linear_projection)
-        losses, *_ = self._losses_with_ignored(logits(hidden_chunk), target_chunk, logits, with_statistics=False)
-        return losses.sum()
-
-    def _losses(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
-    ) -> tuple[Tensor, ...]:
-        """Losses [n] of logits [n, v], which are overwritten, with a known target [n] in each row; and statistics."""
-        if projection.group is not None:
-            return sharded_row_losses(logits, target, projection.group, self._terms, with_statistics=with_statistics)
-        function = partial(self._row_losses, terms=self._terms, with_statistics=with_statistics)
-        return cross_entropy(logits, target, function)
-
-    def _losses_with_ignored(
-        self, logits: Tensor, target: Tensor, projection: Logits, *, with_statistics: bool
-    ) -> tuple[Tensor, ...]:
-        """As :meth:`_losses`; 0 for ignored tokens."""
-        is_ignored = target == self.ignore_index
-        target = target.masked_fill(is_ignored, 0)
-        values = self._losses(logits, target, projection, with_statistics=with_statistics)
-        return tuple(value.masked_fill(is_ignored, 0) for value in values)
+        total, _ = self.sum_and_count(hidden_chunk, target_chunk, self.linear_projection)
+        return total
 
     def mask_inputs(self, hidden: Tensor, target: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Select labeled tokens: hidden [n, d], target [n] -> [m, d], [m]; ``index`` [m] are their positions."""
@@ -424,6 +377,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         total, count = self.sum_and_count(outputs, targets, self.linear_projection)
         return total / count.clamp(min=1)
 
+    @outside_graphs
     def sum_and_count(
         self,
         hidden: Tensor,
@@ -454,50 +408,111 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
         is_labeled = labels != self.ignore_index
-        hidden = hidden.flatten(0, -2)  # [b * s, d]
-        target = labels.flatten()  # [b * s]
+        num_labels = is_labeled.sum()
+        count = num_labels
         row_weights = None
-        if weights is None:
-            count = is_labeled.sum()
-        else:
+        if weights is not None:
             count = (weights * is_labeled).sum()
             row_weights = weights.flatten()  # [b * s]
+        hidden = hidden.flatten(0, -2)  # [b * s, d]
+        target = labels.flatten()  # [b * s]
+        is_ignored = None
         if self.mask_ignored_tokens:
             if index is None:
                 index = label_index(target, self.ignore_index)
             hidden, target = self.mask_inputs(hidden, target, index)  # [m, d], [m]
             if row_weights is not None:
                 row_weights = row_weights.index_select(0, index)  # [m]
-            chunk_losses = self._losses
         else:
-            chunk_losses = self._losses_with_ignored
-        logits = Logits.of(projection)
+            is_ignored = target == self.ignore_index
+            target = target.masked_fill(is_ignored, 0)  # any token, because the row's weight is 0
+            if row_weights is None:
+                row_weights = torch.ones_like(target, dtype=torch.float32)
+            row_weights = row_weights.masked_fill(is_ignored, 0)
 
+        logits = Logits.of(projection)
+        trained = None
+        if logits.is_plain and logits.parameters:
+            trained = projection.weight
+        chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
+        chunked = ChunkedSum(hidden, logits)
         correct_sums: list[Tensor] = []  # a scalar of each chunk
         entropy_sums: list[Tensor] = []
-
-        def losses(chunk: Tensor, rows: slice) -> Tensor:
-            values, *statistics = chunk_losses(chunk, target[rows], logits, with_statistics=metrics is not None)  # [n]
+        for rows in chunk_slices(len(target), chunk_rows):
+            chunk_weights = None
+            if row_weights is not None:
+                chunk_weights = row_weights[rows]
+            values, gradients = self._compute_chunk(
+                chunked, rows, target[rows], chunk_weights, with_statistics=metrics is not None
+            )
+            if is_ignored is not None:
+                values = [value.masked_fill(is_ignored[rows], 0) for value in values]
+            losses, *statistics = values  # [n] each
             if metrics is not None:
                 is_correct, entropies = statistics
                 correct_sums.append(is_correct.sum())
                 entropy_sums.append(entropies.sum())
             if row_losses is not None:
-                row_losses.append(values.detach())
-            if row_weights is not None:
-                values = values * row_weights[rows]
-            return values
-
-        trained = None
-        if logits.is_plain and logits.parameters:
-            trained = projection.weight
-        chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
-        total = chunked_sum(hidden, losses, logits, chunk_rows)
+                row_losses.append(losses)
+            if chunk_weights is not None:
+                losses = losses * chunk_weights
+            chunked.add(rows, losses, gradients)
+            del gradients  # one is of the output weight: before the next chunk allocates its own
         if metrics is not None:
-            num_labels = is_labeled.sum()
             metrics["token_accuracy"] = (torch.stack(correct_sums).sum(), num_labels)
             metrics["entropy"] = (torch.stack(entropy_sums).sum(), num_labels)
-        return total, count
+        return chunked.total(), count
+
+    def _compute_chunk(
+        self, chunked: ChunkedSum, rows: slice, target: Tensor, weights: Tensor | None, *, with_statistics: bool
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Compute the losses of a chunk and its gradients; on return, its logits are freed.
+
+        Args:
+            chunked: sum over all chunks.
+            rows: positions of the chunk.
+            target: int64 [n].
+            weights: factors [n] of the losses in the gradients; the returned losses are without them.
+            with_statistics: also return whether a target has the largest logit, and the entropies.
+
+        Returns:
+            Losses and statistics, detached, [n] each; and the gradients of ``chunked.chunk_gradients``.
+        """
+        chunk_hidden = chunked.chunk_hidden(rows)  # [n, d]
+        with kept_on_device():
+            logits = chunked.logits(chunk_hidden)  # [n, v]; with tensor parallelism, this rank's shard
+            group = chunked.logits.group
+            if group is not None:
+                losses, *statistics = sharded_cross_entropy(
+                    logits, target, group, self._terms, with_statistics=with_statistics
+                )
+                if weights is not None:
+                    weights = weights.to(losses.dtype)
+                gradients = chunked.chunk_gradients(chunk_hidden, losses, weights)
+                return [losses.detach(), *statistics], gradients
+            # The gradient of the logits takes their memory. It is detached: the compiler refuses views that were made
+            # without gradients of a tensor that has one, once another view has changed it in place.
+            logits_gradient = logits.detach()
+            values = self._overwrite_logits(logits_gradient, target, with_statistics=with_statistics)
+            if weights is not None and chunked.needs_gradients:
+                scale_rows_(logits_gradient, weights.to(values[0].dtype))
+            # It starts from the logits: no pass over them is needed to compute their gradient from that of the losses.
+            return values, chunked.chunk_gradients(chunk_hidden, logits, logits_gradient)
+
+    @torch.no_grad()
+    def _overwrite_logits(self, logits: Tensor, target: Tensor, *, with_statistics: bool) -> list[Tensor]:
+        """Return the losses of logits [n, v], and statistics; the logits become their gradient, block by block."""
+        rows = rows_per_block(logits)
+        blocks = []
+        for block_logits, block_target in zip(logits.split(rows), target.split(rows), strict=True):
+            values = self._cross_entropy_(
+                block_logits, block_target, terms=self._terms, with_statistics=with_statistics
+            )
+            blocks.append(values)
+        if len(blocks) == 1:
+            return list(blocks[0])
+        # Tuples of blocks -> a list of tensors [n].
+        return [torch.cat(tensors) for tensors in zip(*blocks, strict=True)]
 
 
 @deprecated("Use torchtune.modules.loss.LinearCrossEntropyLoss instead.")
@@ -621,6 +636,7 @@ class ClassificationLoss(SFTLoss, nn.Module):
         index: Tensor | None = None,
         weights: Tensor | None = None,
         row_losses: list[Tensor] | None = None,
+        metrics: dict[str, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the weighted sum of the losses of labeled tokens, and the sum of their weights.
 
@@ -631,10 +647,12 @@ class ClassificationLoss(SFTLoss, nn.Module):
             index: int64 ``[n]``, positions of the labeled tokens in the flattened batch.
             weights: float32 ``[b, s]``, factors of the losses of single tokens; None: each is 1.
             row_losses: list to which the losses ``[n]`` of the labeled tokens are appended, detached.
+            metrics: not changed: scores of classes are computed from all rows of the validation data.
 
         Returns:
             Sum (scalar, at least float32) and count of labels (int64 scalar), or sum of their weights (float32 scalar).
         """
+        del metrics
         labels = labels.flatten()  # [b * s]
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         if index is None:

@@ -201,9 +201,11 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
     if not isinstance(loss, SFTLoss) or loss.predicts_tokens:
         check_causal(model, type(loss).__name__)
     if not isinstance(loss, SFTLoss):
-        # A model that has no output by this name has no size of a vocabulary either: any size serves the check.
         projection = getattr(model, "output", None)
-        weight = next(model.parameters()) if projection is None else projection.weight
+        if projection is not None:
+            weight = projection.weight
+        else:  # a module of the user's own, without a known vocabulary: any size serves the check
+            weight = next(model.parameters())
         _check(loss, len(weight), weight.device)
         loss = LogitsLoss(loss)
     elif _overrides_only_forward(type(loss)):

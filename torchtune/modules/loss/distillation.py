@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from torchtune.data import label_index
-from torchtune.modules.loss.chunked_logits import Logits, chunked_sum
+from torchtune.modules._outside_graphs import outside_graphs
+from torchtune.modules.loss.chunked_logits import ChunkedSum, Logits, chunk_slices, kept_on_device
 from torchtune.modules.loss.custom_loss import Projection
 
 Divergence = Callable[[Tensor, Tensor], Tensor]
@@ -260,6 +261,7 @@ class DivergenceLoss(nn.Module, ABC):
         divergences = self._rows(student_logits, teacher_logits).masked_fill(~is_labeled, 0.0)
         return divergences.sum(), is_labeled.sum()
 
+    @outside_graphs
     def distill(
         self,
         hidden: Tensor,
@@ -291,27 +293,35 @@ class DivergenceLoss(nn.Module, ABC):
             index = label_index(labels, self.ignore_index)
         vocab_size = min(len(projection.weight), teacher.vocab_size)
         teacher = teacher.select(index, vocab_size)
-        # Likeliest tokens have been chosen and divided by the temperature already.
-        divergence = self.divergence if teacher.are_likeliest else self._rows
-        logits = Logits.of(projection)
         label_weights = None
         if weights is not None:
             label_weights = weights.flatten()[index]  # [n]
-
-        def chunk_divergences(chunk: Tensor, rows: slice) -> Tensor:
-            student_logits = logits.gather_columns(chunk, vocab_size)
-            divergences = divergence(*teacher.pair(student_logits, rows))  # [n]
-            if label_weights is not None:
-                divergences = divergences * label_weights[rows]
-            return divergences
-
-        chunk_rows = self._chunk_rows(len(index), vocab_size)
         labeled = hidden.flatten(0, -2)[index]  # [n, d]
-        total = chunked_sum(labeled, chunk_divergences, logits, chunk_rows)
+        chunked = ChunkedSum(labeled, Logits.of(projection))
+        for rows in chunk_slices(len(index), self._chunk_rows(len(index), vocab_size)):
+            divergences, gradients = self._distill_chunk(chunked, rows, teacher, vocab_size, label_weights)
+            chunked.add(rows, divergences, gradients)
+            del gradients  # one is of the output weight: before the next chunk allocates its own
         if label_weights is not None:
-            return total, label_weights.sum()
+            return chunked.total(), label_weights.sum()
         count = torch.full((), len(index), device=labels.device)
-        return total, count
+        return chunked.total(), count
+
+    def _distill_chunk(
+        self, chunked: ChunkedSum, rows: slice, teacher: TeacherOutputs, vocab_size: int, weights: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the weighted divergences [n] of a chunk, and its gradients; on return, its logits are freed."""
+        # Likeliest tokens have been chosen and divided by the temperature already.
+        divergence = self.divergence if teacher.are_likeliest else self._rows
+        chunk_hidden = chunked.chunk_hidden(rows)  # [n, d]
+        with kept_on_device():
+            logits = chunked.logits(chunk_hidden)  # [n, v]; with tensor parallelism, this rank's shard
+            student_logits = chunked.logits.gather_columns(logits, vocab_size)
+            divergences = divergence(*teacher.pair(student_logits, rows))  # [n]
+            if weights is not None:
+                divergences = divergences * weights[rows]
+            gradients = chunked.chunk_gradients(chunk_hidden, divergences)
+        return divergences.detach(), gradients
 
     def _chunk_rows(self, count: int, vocab_size: int) -> int:
         """Positions per chunk of ``count`` positions, so that a chunk's logits fit in ``_CHUNK_ELEMENTS``."""
@@ -333,9 +343,7 @@ class DivergenceLoss(nn.Module, ABC):
         chunk_rows = self._chunk_rows(len(index), vocab_size)
         chunks_of_tokens = []
         chunks_of_log_probs = []
-        # Without labels one empty chunk: every rank runs the teacher's projection.
-        for start in range(0, max(len(index), 1), chunk_rows):
-            rows = slice(start, start + chunk_rows)
+        for rows in chunk_slices(len(index), chunk_rows):
             # No name for the logits [n, v]: it would keep them while the next chunk's are computed.
             likeliest = LikeliestTokens.of(teacher.logits(rows), self.top_k, self.temperature)
             tokens, log_probs = likeliest.arrays()

@@ -130,6 +130,7 @@ class QuantizeBase(Conversion):
         Raises:
             ConversionError: a pattern matches none.
         """
+        # A rounded gate of a router would select other experts.
         gates_of_routers = set()
         for module in model.modules():
             if isinstance(module, TokenChoiceTopKRouter):

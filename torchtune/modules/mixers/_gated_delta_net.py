@@ -375,7 +375,8 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
             (self.num_key_heads, self.key_dim),
             (self.num_value_heads, self.value_dim),
         )
-        # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
+        # Convolution and rule run along positions: with context parallelism, this rank gets all positions of some
+        # heads. The gate works position by position, so that it stays as it is.
         (qkv, b, a), reach = share.gather_positions((qkv, b, a), (blocks, per_head, per_head), reach)
         mixed = self.conv(qkv, reach, cache, silu=True, share=share, blocks=blocks, documents=documents)
         local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]

@@ -495,7 +495,8 @@ class Mamba2(RecurrentMixer, KernelUser):
             (self.num_groups, self.state_dim),
             (self.num_groups, self.state_dim),
         )
-        # Before the convolution, which then has the positions before each of its own. The gate stays as it is.
+        # Convolution and scan run along positions: with context parallelism, this rank gets all positions of some
+        # heads. The gate works position by position, so that it stays as it is.
         (mixed, dt), reach = share.gather_positions((mixed, dt), (blocks, per_head), reach)
         mixed = self.conv(mixed, reach, cache, factors, silu=True, share=share, blocks=blocks, documents=documents)
         local_widths = [share.num_heads(heads) * head_dim for heads, head_dim in blocks]

@@ -277,7 +277,8 @@ class MoE(nn.Module):
         tokens = x.flatten(0, -2)  # [t, d], t = b * s
         scores, selected_experts, counts = self.router(tokens)  # [t, k], [t, k], [e]
         order = selected_experts.flatten().argsort(stable=True)  # [t * k], copies of tokens sorted by expert
-        # Before the other experts, which activation checkpointing then need not compute again to get here.
+        # Before the other experts: activation checkpointing recomputes a layer up to the last tensor that the backward
+        # pass needs, and then skips the frozen experts, which save nothing but their inputs.
         shared = None
         if self.shared_expert is not None:
             shared = self._shared_output(tokens)  # [t, d]

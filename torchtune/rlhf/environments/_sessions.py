@@ -169,6 +169,7 @@ class Sessions:
             else:
                 other_messages.append(Message(message.role, message.content, masked=True))
             has_other_turns = has_other_turns or message.role == "assistant"
+        # Only a sampled turn whose calls all have replies can be continued; without new messages, it would be repeated.
         continues_turn = bool(new_messages) and not has_other_turns and replies.keys() == last_turn.calls.keys()
         if not continues_turn:
             tokens = bridge.prompt([*conversation, Message(role="assistant", content="")])

@@ -122,6 +122,7 @@ class InfoNCELoss(AnswerLoss):
             name: name of the setting with its batch size.
         """
         if loader.smallest_micro_batch > 1:
+            # A query has the positives of others to contrast with, unless all rows have the same one.
             if is_simulated():  # all rows of a simulation are equal
                 return
             first = loader.dataset[0]["positive"]

@@ -244,7 +244,7 @@ class LowPrecisionOptimizer(Optimizer):
         for parameter in without_rule:
             settings_after = self._step_parameter(parameter, settings)
         for key, value in settings_after.items():
-            if key not in ("params", "fused"):
+            if key not in ("params", "fused"):  # those of the stand-ins
                 group[key] = value
 
     # Steps with an update of this library's.

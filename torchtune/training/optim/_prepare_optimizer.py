@@ -180,6 +180,10 @@ def setup_optimizer(
         precision: see ``prepare_optimizer``.
         in_backward: step every parameter during the backward pass and free its gradient; one optimizer per parameter.
 
+    Returns:
+        The prepared optimizer; several behind the interface of one for groups with optimizers of their own, or with
+        ``in_backward``.
+
     Raises:
         UserError: nothing requires a gradient, the optimizer omits parameters, or see ``prepare_optimizer``.
 

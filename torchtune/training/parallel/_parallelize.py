@@ -46,7 +46,7 @@ def parallelize(
     Raises:
         ParallelDimsError, ParallelError: the model does not support these dimensions.
     """
-    _check_not_composite(model, dims)
+    _check_composite(model, dims)
     if dims.mesh is None:
         if cpu_offload:
             raise ParallelDimsError("fsdp_cpu_offload: it needs torchrun: start with tune run --nproc-per-node 1.")
@@ -62,7 +62,7 @@ def parallelize(
     if dims.ep > 1 or dims.tp > 1:  # tensor-parallel ranks have different tokens in layers with experts
         meshes = apply_expert_parallel(model, dims)
     if dims.data_size * dims.cp == 1 and not meshes and not cpu_offload:
-        return
+        return  # no two ranks have the same weights, which FSDP would shard
     if cpu_offload and device.type == "cpu":
         log_rank_zero(get_logger(), "fsdp_cpu_offload changes nothing: everything is in host memory already.")
     names = list(custom_sharded_layers or [])
@@ -136,10 +136,10 @@ def sequence_multiple(model: nn.Module) -> int:
     return 1
 
 
-def _check_not_composite(model: nn.Module, dims: ParallelDims) -> None:
-    """Raise for tensor parallelism of a composite model, and for context parallelism of one that does not support it.
+def _check_composite(model: nn.Module, dims: ParallelDims) -> None:
+    """Raise for dimensions that a model of text and images lacks; a decoder of text alone passes.
 
-    Its text decoder computes with parts of sequences; every rank encodes all images of its sequences.
+    Its text decoder may compute with parts of sequences, for which every rank encodes all images of its sequences.
     """
     from torchtune.modules.model_fusion import ImageTextModel
 
@@ -270,7 +270,7 @@ def check_parallelizable(
     Raises:
         ParallelDimsError, ParallelError: the model does not support these dimensions.
     """
-    _check_not_composite(model, dims)
+    _check_composite(model, dims)
     if dims.tp > 1:
         for module in _attention_layers(model):
             _check_layer_heads(module, dims.tp)

@@ -11,7 +11,6 @@ from torchtune.modules import TiedLinear
 from torchtune.modules.conversion import apply_conversions
 from torchtune.modules.loss import CEWithChunkedOutputLoss, LinearCrossEntropyLoss, SFTLoss
 from torchtune.modules.loss import cross_entropy as implementation
-from torchtune.modules.loss.cross_entropy import cross_entropy
 from torchtune.modules.output_projection import CappedLinear
 from torchtune.modules.peft import LoRA
 
@@ -107,7 +106,7 @@ def test_tied_projection_adds_to_the_embeddings_gradient():
 
 
 @pytest.mark.parametrize("kind", ["adapter", "bias", "capped"])
-def test_other_projections_are_recomputed_with_the_same_result(kind):
+def test_projections_with_adapter_cap_or_bias_are_recomputed_with_the_same_result(kind):
     hidden, weight, labels = inputs()
     head = make_head(weight)
     if kind == "adapter":
@@ -246,8 +245,9 @@ def test_gradient_of_bfloat16_logits_is_scaled_in_float32():
     target = torch.randint(0, 7000, (150,), generator=generator)
     factors = torch.rand(150, generator=generator)
     leaf = logits.clone().requires_grad_()
-    losses, *_ = cross_entropy(leaf * 1, target)
-    losses.backward(factors)
+    loss = LinearCrossEntropyLoss()
+    total, _ = loss.sum_and_count(leaf[None], target[None], nn.Identity(), weights=factors[None])
+    total.backward()
     softmax = logits.float().softmax(-1)
     gradient = (softmax - F.one_hot(target, 7000)).bfloat16()
     assert torch.equal(leaf.grad, (gradient.float() * factors[:, None]).bfloat16())
@@ -277,7 +277,7 @@ def test_weighted_losses_and_gradients_are_those_of_the_formula(is_masked, with_
         torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_weights_of_one_change_nothing():
+def test_label_weights_of_1_change_nothing():
     torch.manual_seed(0)
     hidden = torch.randn(1, 20, 8)
     projection = nn.Linear(8, 32, bias=False)

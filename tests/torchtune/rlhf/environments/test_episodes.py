@@ -234,6 +234,21 @@ class Faulty(Notes):
             raise OSError("it is busy")
 
 
+class HalfACharacter(Notes):
+    def reset(self, start: str, seed: int) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": "\ud800"}]
+
+
+def test_observation_with_half_a_character_ends_its_own_episode_only(make, prompts):
+    named_prompts = []
+    for prompt, name in zip(prompts, ("notes", "broken", "notes"), strict=True):
+        named_prompts.append(replace(prompt, row={**prompt.row, "environment": name}))
+    environments = make({"notes": Notes, "broken": HalfACharacter})
+    episodes = environments(named_prompts, 2, SEEDS)
+    assert [episode.is_valid for episode in episodes] == [True, True, False, False, True, True]
+    assert r"\ud800 is half of a character" in episodes[2].failure
+
+
 def test_failed_episodes_lose_no_step_and_are_not_trained_on(make, prompts, tiny):
     size = 480
     environments = make(Faulty, timeout=3.0, max_turns=2)

@@ -8,15 +8,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtune.estimate._torch_private import fake_store
 from torchtune.training.optim._stochastic_rounding import (
     ElementIds,
     element_ids,
+    hash_text,
     random_bits,
     round_to_bfloat16,
     rounding_key,
     rounding_noise,
 )
+from torchtune.utils import fake_store
 
 
 def rounded(values, step=0, draw=0):
@@ -63,7 +64,10 @@ def mesh_of_two():
 )
 def test_elements_of_a_shard_have_the_ids_of_the_whole_tensor(shape, dim, mesh_of_two):
     count = math.prod(shape)
-    ids = ElementIds(torch.zeros(shape), "weight").of(0, count, torch.device("cpu")).view(shape)
+    positions = torch.arange(count, dtype=torch.int32, device="cpu")  # as those of runs of earlier releases
+    ids = ElementIds(torch.zeros(shape), "weight").of(0, count, torch.device("cpu"))
+    assert torch.equal(ids, element_ids(positions, hash_text("weight")))
+    ids = ids.view(shape)
     shard = ids.chunk(2, dim)[1]
     sharded = DTensor.from_local(torch.zeros(shard.shape), mesh_of_two, [Shard(dim)])
     ids_of_shard = ElementIds(sharded, "weight").of(0, shard.numel(), torch.device("cpu"))

@@ -18,6 +18,7 @@ from torchtune.estimate._simulate import one_thread, simulated_cluster
 from torchtune.models import from_hf_config
 from torchtune.models._mixers import DeltaNetMixer
 from torchtune.modules.loss import LinearCrossEntropyLoss
+from torchtune.modules.parallel.collectives import gather_vocabulary
 
 ON_HOST = True
 CPU = torch.device("cpu")
@@ -179,6 +180,13 @@ def formulas(checkpoint: Path) -> dict[str, dict[str, float]]:
     }
 
 
+def test_logits_of_shards_are_gathered_along_the_vocabulary():
+    with simulated_cluster(2, 2), one_thread():
+        training.ParallelDims.start(CPU, dp_shard=1, tp=2)
+        logits = gather_vocabulary(torch.zeros(2, 3, 5), torch.distributed.group.WORLD)
+    assert logits.shape == (2, 3, 2 * 5)
+
+
 def test_collectives_move_the_bytes_that_the_guide_says(folder, traffic):
     guide = GUIDE.read_text()
     wanted_bytes = {}
@@ -249,3 +257,10 @@ def test_weights_of_the_next_layer_are_gathered_while_a_layer_computes(folder):
         num_computed = last - index
         assert before.count("all-gather") == min(num_computed + 1, last) + 1
         assert before.count("reduce-scatter") == num_computed, "a layer's gradients are sent once they are there"
+
+
+def test_experts_on_every_shard_are_gathered_with_their_layer(folder):
+    """Only experts that other ranks do not have, or tokens that differ between them, need a mesh of their own."""
+    num_layers = 2
+    calls = traffic_of(folder / "moe", 4, {"dp_shard": 4}).calls
+    assert dict(calls) == {"all-gather": 2 * num_layers + 1, "reduce-scatter": num_layers + 1}

@@ -45,10 +45,21 @@ def test_slowest_ranks_are_reported():
     # A process that is silent is named whatever the others do, one that has finished is not.
     silent = describe_stall({0: behind, 1: ahead}, {1}, 0.0)
     assert silent.startswith("Rank 1 has given no sign of life for 0 s, last seen in step 7, while rank 0 waits ")
-    finished = Beat(step=9, moves=30, left="finished")
-    assert describe_stall({0: finished, 1: behind}, set(), 0.0).startswith("Rank 1 has not moved")
+    finished = Beat(step=9, moves=30, end="finished")
+    beside_finished = describe_stall({0: finished, 1: behind}, set(), 0.0)
+    assert beside_finished.startswith("Rank 1 has not moved")
+    assert ", while rank 0 has finished: " in beside_finished
     # All at the same place, as where a device does not answer: nobody is made up.
     assert describe_stall({0: behind, 1: behind}, set(), 0.0).startswith("Ranks 0 and 1 have not moved")
+
+
+def test_a_rank_that_has_ended_does_not_wait():
+    waiting, failed = Beat(step=6, phase="training", waits=True), Beat(step=6, end="DataError")
+    finished, lost = replace(failed, end="finished"), replace(failed, end="lost a peer")
+    beats = {0: failed, 1: waiting, 2: waiting, 3: finished, 4: lost}
+    text = describe_stall(beats, {2}, 0.0)
+    assert ", while rank 1 waits in step 7 and rank 3 has finished and rank 0 ended with DataError: " in text
+    assert ", while rank 0 ended with DataError: " in describe_stall({0: failed, 1: waiting}, {1}, 0.0)
 
 
 def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
@@ -57,7 +68,7 @@ def test_lost_rank_is_reported_with_a_remedy(monkeypatch):
     lost_ranks = lost_rank_error({3: beat, 2: beat}, "a:1")
     assert str(lost_ranks).startswith("Ranks 2 and 3 on machine 1 (b) are gone, last seen in step 7: ")
     assert (lost_ranks.exit_code, "resume_from_checkpoint=True" in str(lost_ranks)) == (75, True)
-    mistake = replace(beat, left="DataError", error="x.jsonl has shrunk: put it back.")
+    mistake = replace(beat, end="DataError", error="x.jsonl has shrunk: put it back.")
     failed = lost_rank_error({2: mistake}, "a:1")
     assert str(failed) == "Rank 2 on machine 1 (b) ended with DataError, in step 7: x.jsonl has shrunk: put it back."
     assert (failed.exit_code, failed.is_reported) == (2, False)

@@ -12,13 +12,14 @@ from tests.torchtune.checkpoints import ranks
 from torchtune.data import Batch, BatchLoader, ExampleDataset, collate_documents, collate_preference
 from torchtune.datasets import MixedDataset, PackedDataset
 from torchtune.modules.loss import LikeliestTokens
-from torchtune.rlhf._row_cache import (
+from torchtune.rlhf import _log_prob_cache
+from torchtune.rlhf._log_prob_cache import (
     CacheError,
     SelectedRows,
     TeacherCache,
     WithRowNumbers,
     _cached_log_probs,
-    use_cache,
+    fill_and_use_cache,
 )
 from torchtune.training import ParallelDims
 
@@ -166,7 +167,7 @@ def cache_predictions(folder: Path, dims: ParallelDims) -> int:
 
     loader = load(ROWS, collate_documents, dims)
     cache = TeacherCache(folder, loader.dataset, {"teacher": "a"}, k=1)
-    use_cache(loader, cache, likeliest, first_position=0, epochs=1, dims=dims)
+    fill_and_use_cache(loader, cache, likeliest, first_position=0, epochs=1, dims=dims)
     return num_batches
 
 
@@ -181,5 +182,15 @@ def teacher_of_separate_folders(folder: Path) -> None:
         cache_predictions(own_folder, dims)
 
 
+def first_teacher_cache_of_separate_folders(folder: Path) -> None:
+    dims = start_dims()
+    own_folder = folder / f"teacher_{dims.data_rank}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_log_prob_cache, "_SECONDS_TO_SEE", 0.2)
+        with pytest.raises(CacheError, match=r"not all machines see .*: set it to a folder that they share"):
+            cache_predictions(own_folder, dims)
+    assert list(own_folder.glob("*")) == []
+
+
 def test_a_teacher_cache_that_differs_between_ranks_is_refused_on_all(tmp_path):
-    ranks.run(2, [teacher_of_separate_folders], tmp_path)
+    ranks.run(2, [teacher_of_separate_folders, first_teacher_cache_of_separate_folders], tmp_path)

@@ -1,4 +1,4 @@
-"""Text generation with a loaded model."""
+"""Answers of a loaded model, and classes of texts by a loaded classifier."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,8 +7,16 @@ import torch
 from torch import nn
 
 from torchtune import training
-from torchtune._facade._load_model import ORIGINS, unwrap
-from torchtune.data import Message, MessageLike, as_messages
+from torchtune._facade._load_and_save import ORIGINS, unwrap
+from torchtune.data import (
+    CROSS_ENTROPY_IGNORE_IDX,
+    DataError,
+    Message,
+    MessageLike,
+    as_messages,
+    collate_documents,
+)
+from torchtune.datasets import MULTI_LABEL, REGRESSION, ClassificationTransform
 from torchtune.generation import (
     GenerationError,
     LogitsProcessor,
@@ -21,13 +29,18 @@ from torchtune.generation import (
 )
 from torchtune.modules import TransformerDecoder, text_decoder
 from torchtune.tokenizers import check_tokenizer
-from torchtune.utils import get_logger
+from torchtune.utils import UserError, get_logger
 
 # A text is a user turn, messages are a conversation, token ids are continued unchanged.
 Prompt = str | Sequence[MessageLike] | Sequence[int]
 _DEFAULT_LENGTH = 512
 _MAX_SEQUENCES = 16  # answers that are generated at a time
 _SAMPLED_IDS = 64  # tokens that are compared between two tokenizers
+# A text or a conversation.
+Classified = str | Sequence[MessageLike]
+# The probability of each class, the likeliest first; or a number.
+Classes = dict[str, float] | float
+_BATCH_SIZE = 16  # texts that are classified at a time
 
 
 def generate(
@@ -141,26 +154,28 @@ def _to_prompts(prompt: Any) -> tuple[list[Any], bool]:
     Raises:
         GenerationError: the prompt has an unsupported type.
     """
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
-    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise GenerationError(
-            f"prompt: a {type(prompt).__name__} cannot be continued: give a text, a list of messages, token ids, or a "
-            "list of them."
-        )
+    prompt = _check_prompt(prompt, "prompt")
     if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int | Mapping | Message):
         return [prompt], True
     prompts = []
     for number, item in enumerate(prompt):
-        if hasattr(item, "tolist"):
-            item = item.tolist()
-        if isinstance(item, bytes) or not isinstance(item, Sequence):
-            raise GenerationError(
-                f"prompt {number}: a {type(item).__name__} cannot be continued: give a text, a list of messages, or "
-                "token ids."
-            )
-        prompts.append(item)
+        prompts.append(_check_prompt(item, f"prompt {number}"))
     return prompts, False
+
+
+def _check_prompt(prompt: Any, name: str) -> Any:
+    """Return a prompt, or a list of prompts, with the token ids of a tensor or an array as a list.
+
+    Raises:
+        GenerationError: it has an unsupported type.
+    """
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise GenerationError(
+            f"{name}: a {type(prompt).__name__} cannot be continued: give a text, a list of messages, or token ids."
+        )
+    return prompt
 
 
 def _check_model(model: nn.Module, tokenizer: Any) -> TransformerDecoder:
@@ -217,3 +232,99 @@ def _tokenize_prompt(tokenizer: Any, prompt: Prompt, number: int) -> dict[str, A
             "loads the vision tower of a checkpoint that has one."
         )
     return prompt_row(tokenizer, messages, name)
+
+
+@torch.no_grad()
+def classify(
+    model: nn.Module, tokenizer: Any, texts: Classified | Sequence[Classified], *, add_eos: bool = False
+) -> Classes | list[Classes]:
+    """Return the classes of one text, or of several.
+
+    Texts are tokenized as by :func:`torchtune.datasets.classification_dataset`. The model runs in evaluation mode and
+    returns to its previous mode afterward.
+
+    Args:
+        model: classifier from :func:`load`.
+        tokenizer: the model's tokenizer; it cuts longer texts if it has ``max_seq_len``.
+        texts: a text, a conversation as a list of messages, or a list of these.
+        add_eos: end a text with the EOS token, as ``add_eos`` of the dataset that trained.
+
+    Returns:
+        The probability of each class by name, the likeliest first. If several classes may be right, the probabilities
+        are independent, and a class counts from 0.5 on. For a regression or a reward model, a number. A list of texts
+        returns a list.
+
+    Raises:
+        UserError: the model is not a classifier, or a text has no token or more tokens than the model reads.
+
+    Example:
+        >>> model = torchtune.modules.classifier_model(2, "torchtune.models.from_hf_config", checkpoint_dir=checkpoint)
+        >>> classes = torchtune.classify(model, tokenizer, "the cat")
+        >>> sorted(classes), round(sum(classes.values()), 3)
+        (['LABEL_0', 'LABEL_1'], 1.0)
+    """
+    decoder = text_decoder(unwrap(model))
+    description = getattr(decoder, "description", None)
+    if description is None or not description.is_classifier:
+        raise UserError(
+            "model: it predicts tokens and has no classes: give a classifier, or ask it with torchtune.generate."
+        )
+    training.fit_vocabulary(decoder, tokenizer)
+    is_single = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping | Message))
+    inputs: list[Any] = list(texts)
+    if is_single:
+        inputs = [texts]
+    transform = ClassificationTransform(tokenizer, "text", "label", add_eos, None)
+    rows = []
+    for number, text in enumerate(inputs):
+        rows.append(_row(transform, text, f"text {number}", decoder.max_seq_len))
+    outputs: list[Classes] = []
+    was_training = decoder.training
+    decoder.eval()
+    try:
+        for start in range(0, len(rows), _BATCH_SIZE):
+            batch = collate_documents(rows[start : start + _BATCH_SIZE])  # the n texts of a batch, one after another
+            index = batch.find_labels()  # [n], the last token of each text
+            batch = batch.to(decoder.tok_embeddings.weight.device)
+            hidden = decoder(**batch.model_inputs(), output="hidden")  # [1, s, d]
+            logits = decoder.output(hidden[0].index_select(0, index.to(hidden.device)))  # [n, c]
+            outputs += [_classes(row, description) for row in logits.float().cpu()]
+    finally:
+        decoder.train(was_training)
+    if is_single:
+        return outputs[0]
+    return outputs
+
+
+def _row(transform: ClassificationTransform, text: Any, name: str, longest: int) -> dict[str, list[int]]:
+    """Return the tokens of a text, with a mark at the last of them."""
+    try:
+        if not isinstance(text, str):  # the messages of a conversation
+            text = list(text)
+        tokens = transform.tokens(text)
+    except (DataError, TypeError) as error:
+        raise UserError(f"{name}: it is not a text or a list of messages: {error}") from error
+    if not 0 < len(tokens) <= longest:
+        raise UserError(
+            f"{name}: it has {len(tokens):,} tokens, and the model reads 1 to {longest:,}: shorten it, or set "
+            "tokenizer.max_seq_len to cut it."
+        )
+    labels = [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)
+    labels[-1] = 0
+    return {"tokens": tokens, "labels": labels}
+
+
+def _classes(logits: torch.Tensor, description: Any) -> Classes:
+    """Return the classes for logits ``[c]``."""
+    is_number = description.problem_type == REGRESSION or (
+        description.num_classes == 1 and description.problem_type is None
+    )
+    if is_number:
+        return logits[0].item()
+    if description.problem_type == MULTI_LABEL:  # each class by itself
+        probabilities = logits.sigmoid()
+    else:
+        probabilities = logits.softmax(-1)
+    names = description.class_names or [f"LABEL_{index}" for index in range(description.num_classes)]
+    classes = dict(zip(names, probabilities.tolist(), strict=True))
+    return dict(sorted(classes.items(), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""Check a config against the recipe that runs it: the recipe that it names, and the keys that the recipe reads."""
+"""Read the source file of a recipe: a key of the config that it never reads has no effect, and is reported."""
 
 import ast
 import builtins
@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtune.config._check import is_note
 from torchtune.config._document import Document
-from torchtune.config._errors import MISSPELT, MISSPELT_ARGUMENT, nearest, suggestion
+from torchtune.config._errors import nearest, suggestion
 from torchtune.utils import get_logger, log_once
 
 _ALWAYS_READ = {"recipe", "output_dir"}  # read by the command line and by metric loggers
@@ -21,28 +22,6 @@ _FORMER_KEYS = set(
 )
 _SHIFTED = ("labels[..., 1:]", "labels[:, 1:]")
 _parse_source = functools.lru_cache(maxsize=16)(ast.parse)
-
-
-def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
-    """Return whether a top-level key that nothing reads is a note of the user's own, and not a mistake.
-
-    Configs hold names of runs, comments and paths besides settings. A key on the command line is typed to have an
-    effect. A number or a switch is rarely a note: it is a mistake if its name resembles a setting's (``num_epochs``)
-    or is an argument's (``lr``). Any other value is a mistake only if its name is a setting's with a wrong letter or
-    two (``ouput_dir``, but neither ``model_dir`` nor ``checkpoint_dir``, which is an argument's).
-
-    Args:
-        document: the config.
-        key: a key of the config.
-        settings: names of the recipe's settings.
-        arguments: names of the settings and of the arguments of the components in the config.
-    """
-    if document.position((key,)).raw is not None:
-        return False
-    if isinstance(document.data[key], bool | int | float):
-        is_argument = key in arguments or nearest(key, arguments, MISSPELT_ARGUMENT) is not None
-        return not is_argument and nearest(key, settings) is None
-    return key in arguments or nearest(key, settings, MISSPELT) is None
 
 
 def warn_unread(document: Document, keys: Mapping[str, str | None], reader: str = "The recipe") -> None:
@@ -187,75 +166,3 @@ def _is_config(node: Any) -> bool:
     else:
         name = getattr(node, "id", "")
     return name.lstrip("_").lower() in ("cfg", "config", "conf")
-
-
-def recipe_name_of(data: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
-    """Return the config's ``recipe:``, or the name of the running shipped recipe if the config has no such key."""
-    if "recipe" in data:
-        return data["recipe"]
-    return _running_recipe(scope)
-
-
-def _running_recipe(scope: Mapping[str, Any]) -> str | None:
-    """Return the name of the shipped recipe whose globals are ``scope``, or ``None`` for any other file."""
-    from torchtune._recipe_registry import recipe_at
-
-    return recipe_at(scope.get("__file__") or "")
-
-
-def is_setting(key: str) -> bool:
-    """Return whether a shipped recipe has a setting of this name."""
-    from torchtune._recipe_registry import get_all_recipes, settings_of_recipe
-
-    return any(key in settings_of_recipe(recipe) for recipe in get_all_recipes())
-
-
-def is_other_method(data: Mapping[str, Any], scope: Mapping[str, Any]) -> bool:
-    """Return whether the config names a recipe of another training method than the shipped recipe that runs it."""
-    from torchtune._recipe_registry import are_other_methods
-
-    running = _running_recipe(scope)
-    named = data.get("recipe")
-    return running is not None and isinstance(named, str) and are_other_methods(running, named)
-
-
-def explain_wrong_recipe(
-    data: Mapping[str, Any], scope: Mapping[str, Any], setting_names: Collection[str]
-) -> str | None:
-    """Return a sentence that names the right recipe if the config is for another recipe, otherwise ``None``.
-
-    A shipped recipe compares the config's ``recipe:`` with its own name. Otherwise the keys decide: if this recipe
-    lacks some keys, the sentence names shipped recipes that have all of them, preferably with the same method.
-
-    Args:
-        data: the config.
-        scope: globals of the recipe.
-        setting_names: names of the recipe's settings.
-    """
-    from torchtune._recipe_registry import current_name, get_all_recipes, settings_of_recipe
-
-    running = _running_recipe(scope)
-    named = data.get("recipe")
-    if isinstance(named, str):
-        named = current_name(named)
-    shipped = {recipe.name: recipe for recipe in get_all_recipes()}
-    if running is not None and named in shipped:
-        if named == running:
-            return None
-        advice = "`tune run --config` alone runs the right one."
-        return f"The config is for the recipe {named}, and this is {running}: {advice}"
-
-    keys = data.keys() - {"recipe"}
-    if keys <= set(setting_names):
-        return None
-    candidates = [name for name, recipe in shipped.items() if keys <= settings_of_recipe(recipe).keys()]
-    if running is not None:
-        # Prefer the same method for another number of devices.
-        method = shipped[running].method
-        of_same_method = [name for name in candidates if shipped[name].method == method]
-        if of_same_method:
-            candidates = of_same_method
-    if not candidates:
-        return None
-    names = " or ".join(candidates)
-    return f"The config fits the recipe {names}: name it after `tune run`, or in the config as `recipe:`."

@@ -1,10 +1,12 @@
-"""Caches by row of a dataset, filled before training: a reference's log-probs, and a teacher's most likely tokens."""
+"""Log-probs of frozen models, computed once per row of a dataset before training: a reference's, and a teacher's."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import time
+import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -49,6 +51,9 @@ _ROWS_FILE = "rows.npz"
 _TOKENS_FILE = "tokens.int32"
 _LOG_PROBS_FILE = "log_probs.float32"
 _VALUE_BYTES = 4
+
+# How long the ranks wait to see a file of the first rank in the folder.
+_SECONDS_TO_SEE = 90.0
 
 # Function that returns the teacher's most likely tokens at the labels of a batch.
 Likeliest = Callable[[Batch], LikeliestTokens]
@@ -347,7 +352,7 @@ def cache_teacher(
             continue
         first_position, cache = caches[name]
         cached_loaders.append(
-            use_cache(
+            fill_and_use_cache(
                 loader,
                 cache,
                 likeliest,
@@ -618,7 +623,7 @@ def _count_and_checksum(example: Any) -> tuple[int, int]:
     return count, checksum
 
 
-def use_cache(
+def fill_and_use_cache(
     loader: BatchLoader,
     cache: TeacherCache,
     likeliest: Likeliest,
@@ -679,9 +684,40 @@ def use_cache(
             f"teacher_cache: {cache.folder} has other rows on another rank: set it to a folder that all machines share."
         )
     if len(missing):
+        _check_common_folder(cache.folder)
         log_rank_zero(get_logger(), f"Running the teacher on {len(missing):,} rows, once: {cache.folder}")
         _compute_missing(loader, cache, missing, sharded_collate, likeliest, first_position, dims)
     return loader.derive(dataset=WithRowNumbers(loader.dataset), collate_fn=sharded_collate)
+
+
+def _check_common_folder(folder: Path) -> None:
+    """Check that all ranks see what the first rank writes to a folder, before the teacher runs for hours. A collective.
+
+    Raises:
+        CacheError: on all ranks, if one does not see it.
+    """
+    ranks = Ranks(CacheError)
+
+    def write_mark() -> str:
+        create_folder(folder, "teacher_cache")
+        name = f".seen_by_all_{uuid.uuid4().hex[:12]}"
+        (folder / name).touch()
+        return name
+
+    mark = folder / ranks.run_on_rank_0(write_mark)
+    # A network file system may remember for a minute that the folder was missing.
+    deadline = time.monotonic() + _SECONDS_TO_SEE
+    while not mark.exists() and time.monotonic() < deadline:
+        sign_of_life()
+        time.sleep(0.1)
+    is_missing = ranks.any(not mark.exists())
+    if ranks.rank == 0:
+        mark.unlink(missing_ok=True)
+    if is_missing:
+        raise CacheError(
+            f"teacher_cache: not all machines see what the first one writes to {folder}: set it to a folder that they "
+            "share."
+        )
 
 
 def _without_row_number(document: Mapping[str, Any]) -> dict[str, Any]:

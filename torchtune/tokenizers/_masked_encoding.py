@@ -1,28 +1,226 @@
-"""Byte-level BPE: the ids of words with a cache, tokenizers from ``vocab.json`` and ``merges.txt``, and GPT-2."""
+"""Encoding of a rendered conversation: token ids, and a mask that shows which of them are trained on.
+
+:class:`ControlTokens` hides the control tokens that texts of the data spell, before a template writes its own around
+them. :class:`MaskedEncoder` encodes the rendered text: word by word with :class:`WordEncoder` where possible, which is
+fast, otherwise with the tokenizer itself.
+"""
 
 import functools
 import json
 import random
 import re
 import unicodedata
+import uuid
 from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from itertools import accumulate, pairwise
 from typing import Any
 
 import regex
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, models
 
-from torchtune.data import DataError
-from torchtune.tokenizers._files import PublishedFiles, SavesPublishedFiles, read_json, read_text
-from torchtune.tokenizers._protocols import BaseTokenizer, any_text_pattern, check_text
+from torchtune.data import Message
+from torchtune.tokenizers._protocols import any_text_pattern
+from torchtune.utils import get_logger, log_once
+
+# Ids (int32) and mask (1 = masked), as arrays: a list would create one object per id.
+TokensAndMask = tuple[array, bytearray]
+
+# Letters and digits, which templates, JSON and regular expressions leave unchanged; random, so no text contains it.
+_KEY = f"q{uuid.uuid4().hex}"
+_PLACEHOLDER = re.compile(rf"{_KEY}n(\d+)q")
+
+
+class ControlTokens:
+    """Replaces control tokens in the data's texts by placeholders, so that only the layout's tokens are parsed.
+
+    Args:
+        texts: texts of the control tokens.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        # Sorted, because the order is part of the tokenizer's fingerprint.
+        self.texts = sorted((text for text in texts if text), key=len, reverse=True)
+        self._number = {text: i for i, text in enumerate(self.texts)}
+        self._pattern: re.Pattern[str] | None = None
+        self._shortest_length = 0
+        if self.texts:
+            self._pattern = re.compile(any_text_pattern(self.texts))
+            self._shortest_length = len(self.texts[-1])
+
+    def hide(self, value: Any) -> Any:
+        """Return a string or nested plain data with placeholders for control tokens, in keys too."""
+        if isinstance(value, str):
+            if self._pattern is None or len(value) < self._shortest_length:
+                return value
+            return self._pattern.sub(self._placeholder, value)
+        if type(value) is dict or isinstance(value, Mapping):  # dict: fast path
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.hide(item) for item in value]
+        return value
+
+    def _placeholder(self, token: re.Match[str]) -> str:
+        """Return the placeholder of a control token in a text, and say once that it is read as text."""
+        log_once(
+            get_logger(),
+            f"A text of the data spells '{token[0]}': it is read as text. Where the control token is meant, set the "
+            "tokenizer's parse_special_tokens to True.",
+        )
+        return f"{_KEY}n{self._number[token[0]]}q"
+
+    def hide_message(self, message: Message) -> Message:
+        """Return a copy of a turn with placeholders in its texts."""
+        content = []
+        for item in message.content:
+            if item["type"] == "text":
+                item = {**item, "content": self.hide(item["content"])}
+            content.append(item)
+        hidden = copy(message)
+        hidden.content = content
+        hidden.extra = self.hide(message.extra)
+        return hidden
+
+    def restore(self, text: str) -> str:
+        """Replace the placeholders in ``text`` by their control tokens."""
+        if _KEY not in text:
+            return text
+        return _PLACEHOLDER.sub(lambda placeholder: self.texts[int(placeholder[1])], text)
+
+
+class MaskedEncoder:
+    """Encodes a text to ids with a mask: control tokens become their ids, placeholders are encoded as plain text.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        control_tokens: the control tokens of ``tokenizer``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, control_tokens: ControlTokens) -> None:
+        self.tokenizer = tokenizer
+        self.control_tokens = control_tokens
+        # Built when they are needed: each takes a good part of a second.
+        self._word_encoder: WordEncoder | None = None
+        self._renamed_tokenizer: Tokenizer | None = None
+
+    def fingerprint_parts(self) -> list[Any]:
+        """Return the values that determine the ids."""
+        return [self.tokenizer, self.control_tokens.texts]
+
+    def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> TokensAndMask:
+        """Return ids and mask; a token is masked unless it covers a character of ``spans`` (sorted)."""
+        if _KEY in text:
+            encoding, spans = self._encode_renamed(text, spans)
+        else:
+            if self._word_encoder is None:
+                self._word_encoder = WordEncoder(self.tokenizer)
+            tokens_and_mask = self._word_encoder.encode(text, list(spans))
+            if tokens_and_mask is not None:
+                return tokens_and_mask
+            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+        return array("i", encoding.ids), _mask_of_offsets(encoding.offsets, spans)
+
+    def _encode_renamed(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Encoding, list[tuple[int, int]]]:
+        """Encode a text with placeholders.
+
+        The tokenizer would parse the control tokens for which the placeholders stand. So the text is encoded by a copy
+        of it, in which the control tokens of the template have other names and the same ids.
+
+        Returns:
+            the encoding, and ``spans`` (start, end in characters of ``text``) as offsets into the encoded string.
+        """
+        if self._renamed_tokenizer is None:
+            self._renamed_tokenizer = _rename_tokens(self.tokenizer, self.control_tokens.texts)
+        new_text, starts, new_starts = self._rename_in_text(text)
+
+        def new_position(position: int) -> int:
+            # An edge of a span lies within an unchanged piece, or where a piece begins: never inside a placeholder.
+            index = bisect_right(starts, position) - 1
+            return new_starts[index] + position - starts[index]
+
+        new_spans = [(new_position(start), new_position(end)) for start, end in spans]
+        return self._renamed_tokenizer.encode(new_text, add_special_tokens=False), new_spans
+
+    def _rename_in_text(self, text: str) -> tuple[str, list[int], list[int]]:
+        """Replace control tokens by their names in the renamed tokenizer, and placeholders by their control tokens.
+
+        Returns:
+            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text.
+        """
+        texts = self.control_tokens.texts
+        any_token = any_text_pattern(texts)
+        pieces: list[str] = []
+        starts = [0]
+        new_starts = [0]
+        position = 0
+        new_position = 0
+        for match in re.finditer(rf"{_PLACEHOLDER.pattern}|{any_token}", text):
+            if match[1] is not None:  # a placeholder
+                new_piece = texts[int(match[1])]
+            else:
+                new_piece = _new_name(texts.index(match[0]))
+            unchanged = text[position : match.start()]
+            pieces += [unchanged, new_piece]
+            position = match.end()
+            new_position += len(unchanged)
+            starts += [match.start(), match.end()]
+            new_starts += [new_position, new_position + len(new_piece)]
+            new_position += len(new_piece)
+        pieces.append(text[position:])
+        return "".join(pieces), starts, new_starts
+
+
+def _mask_of_offsets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> bytearray:
+    """Return 1 for each token that covers no character of a span. Spans are sorted and disjoint."""
+    mask = bytearray(b"\1") * len(offsets)
+    remaining_spans = iter(spans)
+    no_span = (0, -1)
+    start, end = next(remaining_spans, no_span)
+    for i, (first, last) in enumerate(offsets):
+        while end >= 0 and first >= end:
+            start, end = next(remaining_spans, no_span)
+        if end < 0:
+            break
+        is_empty = first == last == start  # a token without characters, at the beginning of the span
+        if last > start or is_empty:
+            mask[i] = False
+    return mask
+
+
+def _new_name(number: int) -> str:
+    """Return the name of a control token in the renamed tokenizer."""
+    return f"{_KEY}c{number}q"
+
+
+def _rename_tokens(tokenizer: Tokenizer, control_tokens: Sequence[str]) -> Tokenizer:
+    """Return a copy of the tokenizer with renamed control tokens, so that text with their former names is plain text.
+
+    The ids stay the same.
+    """
+    names = {text: _new_name(number) for number, text in enumerate(control_tokens)}
+    content = json.loads(tokenizer.to_str())
+    content["post_processor"] = None  # unused, and may refer to control tokens
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        for text, name in names.items():
+            if text in vocab:
+                vocab[name] = vocab.pop(text)
+    else:  # a Unigram model: the id of a piece is its position
+        for piece in vocab:
+            piece[0] = names.get(piece[0], piece[0])
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    return Tokenizer.from_str(json.dumps(content))
+
 
 _MAX_CACHED_LENGTH = 100  # characters; longer words rarely repeat
 _MAX_CACHED_WORDS = 1 << 17
 _ID_SIZE = array("i").itemsize
-# Ids (int32) and mask (1 = masked), as arrays: a list would create one object per id.
-TokensAndMask = tuple[array, bytearray]
 # Splits of the pre-tokenizers in `tokenizers`, as one regular expression.
 _CONTRACTIONS = r"'(?:[sdmt]|ll|ve|re)"
 _WORDS = rf" ?\p{{L}}+|{_CONTRACTIONS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
@@ -234,164 +432,3 @@ class WordEncoder:
             if edges[-1] != len(text) or list(pairwise(edges)) != expected_spans:
                 return False
         return True
-
-
-class ByteLevelBPE:
-    """Byte-level BPE tokenizer; special tokens in a text are encoded to their ids.
-
-    Args:
-        vocab_path: ``vocab.json``, token -> id.
-        merges_path: ``merges.txt``, one pair of tokens per line, in merge order.
-        pattern: pre-tokenization pattern.
-        special_tokens: text -> id of tokens that are never split.
-        nfc: apply Unicode NFC normalization first.
-
-    Raises:
-        DataError: a file is missing or broken, or ``merges.txt`` has tokens that ``vocab.json`` lacks.
-    """
-
-    def __init__(
-        self, vocab_path: str, merges_path: str, *, pattern: str, special_tokens: Mapping[str, int], nfc: bool
-    ) -> None:
-        vocab: Any = read_json(vocab_path, "vocabulary file")
-        if not all(isinstance(token_id, int) for token_id in vocab.values()):
-            raise DataError(f"vocabulary file {vocab_path} is not a mapping token -> id.")
-        merges = []
-        for number, line in enumerate(read_text(merges_path, "merges file").split("\n"), start=1):
-            if (number == 1 and line.startswith("#version")) or not line.strip():
-                continue
-            pair = line.rstrip("\r").split(" ")
-            if len(pair) != 2:
-                raise DataError(
-                    f"merges file {merges_path} is broken at line {number}: two parts are expected, not {line[:40]!r}."
-                )
-            left, right = pair
-            # The package tokenizers raises for such a merge as well, but does not say which files do not fit.
-            if left not in vocab or right not in vocab or left + right not in vocab:
-                raise DataError(
-                    f"merges file {merges_path} merges {left!r} and {right!r}, which {vocab_path} does not know: "
-                    "take both files from the same checkpoint."
-                )
-            merges.append((left, right))
-        self.tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-        if nfc:
-            self.tokenizer.normalizer = normalizers.NFC()
-        self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        self.tokenizer.decoder = decoders.ByteLevel()
-        self._word_encoder = WordEncoder(self.tokenizer)
-        self.special_tokens = dict(special_tokens)
-        self._special_texts = {token_id: token for token, token_id in self.special_tokens.items()}
-        self._special = re.compile(f"({any_text_pattern(self.special_tokens)})")
-        self.vocab_size = max([*vocab.values(), *self.special_tokens.values()]) + 1
-
-    def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:
-        """Encode ``text`` into token ids; without ``parse_special``, special tokens in it are encoded as plain text.
-
-        ``change`` is applied to the text between special tokens after splitting.
-        """
-        check_text(text)
-        pieces = [text]
-        if parse_special:  # texts and special tokens alternate
-            pieces = self._special.split(text)
-        ids: list[int] = []
-        for i, piece in enumerate(pieces):
-            if i % 2:
-                ids.append(self.special_tokens[piece])
-            elif piece:
-                if change is not None:
-                    piece = change(piece)
-                tokens_and_mask = self._word_encoder.encode(piece, [])
-                if tokens_and_mask is not None:
-                    piece_ids, _ = tokens_and_mask
-                    ids += piece_ids
-                else:
-                    ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
-        return ids
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Decode token ids into text; invalid UTF-8 becomes the replacement character."""
-        texts: list[str] = []
-        plain_ids: list[int] = []  # since the last special token
-        for token_id in token_ids:
-            if token_id not in self._special_texts:
-                plain_ids.append(token_id)
-                continue
-            texts.append(self.tokenizer.decode(plain_ids, skip_special_tokens=False))
-            plain_ids = []
-            if not skip_special_tokens:
-                texts.append(self._special_texts[token_id])
-        texts.append(self.tokenizer.decode(plain_ids, skip_special_tokens=False))
-        return "".join(texts)
-
-
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\w]+| ?\d+| ?[^\s\w\d]+|\s+(?!\S)|\s+"
-
-
-class GPT2BaseTokenizer(SavesPublishedFiles, BaseTokenizer):
-    """GPT-2 tokenizer for plain text.
-
-    Args:
-        vocab_path: ``vocab.json``.
-        merges_path: ``merges.txt``.
-        unk_id: accepted for compatibility; every byte has a token.
-        bos_id: BOS token, added first if ``add_bos``.
-        eos_id: EOS token, added last if ``add_eos``.
-        pad_id: padding token.
-
-    Raises:
-        DataError: a file is missing or broken.
-
-    Example:
-        >>> vocab, merges = folder / "vocab.json", folder / "merges.txt"
-        >>> _ = vocab.write_text('{"a": 0, "b": 1, "ab": 2}'), merges.write_text("a b\\n")
-        >>> torchtune.tokenizers.GPT2BaseTokenizer(vocab, merges).encode("ab")
-        [2]
-    """
-
-    def __init__(
-        self,
-        vocab_path: str,
-        merges_path: str,
-        unk_id: int | None = None,
-        bos_id: int | None = None,
-        eos_id: int | None = None,
-        pad_id: int | None = None,
-    ) -> None:
-        self.published = PublishedFiles(vocab_path)
-        self._bpe = ByteLevelBPE(vocab_path, merges_path, pattern=GPT2_PATTERN, special_tokens={}, nfc=False)
-        self.unk_id = unk_id
-        self.bos_id = bos_id
-        self.eos_id = eos_id
-        self.pad_id = pad_id
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest id of the vocabulary plus 1."""
-        return self._bpe.vocab_size
-
-    def bpe(self, token: str) -> str:
-        """Split a word, written in GPT-2's byte-to-unicode characters, into BPE tokens joined by spaces."""
-        if not token:
-            return ""
-        characters = set(bytes_to_unicode().values())
-        if unknown := sorted(set(token) - characters):
-            raise DataError(f"bpe takes GPT-2's byte-to-unicode characters, and {unknown[0]!r} is not one of them.")
-        return " ".join(part.value for part in self._bpe.tokenizer.model.tokenize(token))
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Encode ``text`` into token ids."""
-        ids = self._bpe.encode(text)
-        if add_bos and self.bos_id is not None:
-            ids = [self.bos_id, *ids]
-        if add_eos and self.eos_id is not None:
-            ids = [*ids, self.eos_id]
-        return ids
-
-    def decode(self, tokens: list[int]) -> str:
-        """Decode token ids into text."""
-        return self._bpe.decode(tokens)
