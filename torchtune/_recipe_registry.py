@@ -323,15 +323,17 @@ def resolve_recipe(name: str) -> RecipeTarget:
     """Find the recipe called ``name``: a shipped one, a file, or a dotted module (also in the current directory).
 
     Raises:
-        UserError: there is no such recipe.
+        UserError: there is no such recipe, or the file is not a Python file.
     """
     name = current_name(name)
     path = find_recipe(name)
     if path is None:
         for file in (Path(name), Path(f"{name}.py")):
-            if file.is_file():
+            if os.path.isfile(file):  # False if the name is too long
                 path = file.resolve()
                 break
+    if path is not None and path.suffix != ".py":
+        raise UserError(f"{name} is not a recipe, which is a Python file: name a config after --config, rows in data=.")
     # A recipe's module, and the components that its config names, may be in the current directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
