@@ -269,7 +269,8 @@ def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], rank
     Raises:
         CheckpointError: on all ranks, if a weight of any of them is not finite.
     """
-    broken = []
+    checked_names = []
+    are_finite = []  # a bool on the device each
     for parameter_name, parameter in parameters.items():
         values = parameter.detach()
         if hasattr(values, "device_mesh"):
@@ -278,8 +279,13 @@ def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], rank
         if is_plain and values.dtype in _CHECKED_DTYPES and values.numel():
             # They need no memory, unlike a mask. Both are NaN if any value is.
             extremes = torch.stack(torch.aminmax(values))
-            if not torch.isfinite(extremes).all():
-                broken.append(parameter_name)
+            checked_names.append(parameter_name)
+            are_finite.append(torch.isfinite(extremes).all())
+    broken = []
+    if are_finite:
+        # All at once, so that the host waits for the device once. Parts of a model may be on several devices.
+        flags = torch.stack([is_finite.to(are_finite[0].device) for is_finite in are_finite]).tolist()
+        broken = [checked_name for checked_name, is_finite in zip(checked_names, flags, strict=True) if not is_finite]
     broken_on_any = sorted({broken_name for names in ranks.gather(broken) for broken_name in names})
     if broken_on_any:
         raise CheckpointError(
