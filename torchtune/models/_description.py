@@ -431,7 +431,7 @@ class Description:
             raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
 
     def _check_latents(self) -> None:
-        """Raise for fields that do nothing in latent attention, or contradict it; without latent attention, return."""
+        """Raise for settings that latent attention does not have; a model without it passes."""
         if not self.kv_latent_dim:
             return
         # Every query head has its own keys and values, computed from the latent.
