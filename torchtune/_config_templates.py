@@ -180,6 +180,7 @@ def render(
         model_values["weights"] = model_values["dir"]
         tokenizer = models()["families"].get(model_values["family"], {}).get("tokenizer", "hf")
 
+    # Names after #if in the templates.
     parts = {*values.get("is", []), *models()["models"][model].get("is", [])}
     if sizes()[model]["experts"]:
         parts.add("experts")

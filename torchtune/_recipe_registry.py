@@ -444,7 +444,7 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
         matches = []
         for config, recipe in pairs:
             is_named = config.name.startswith(prefix) or term in names_of_recipe[recipe.name]
-            if is_named or f"_{term}_" in _words(config, recipe):
+            if is_named or f"_{term}_" in _words(config, recipe):  # whole words; a term may be several, such as 8b_lora
                 matches.append((config, recipe))
         pairs = matches
     return pairs

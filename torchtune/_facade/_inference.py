@@ -111,7 +111,7 @@ def generate(
         rows.append(row)
         # max_new, or fewer tokens if the context ends before; raises if the prompt fills it.
         limits.append(answer_limit(decoder, row["tokens"], max_new, f"prompt {number}"))
-    images = [images_of_row(row, device) for row in rows]
+    images = [images_of_row(row, device) for row in rows]  # an empty dict for a text
     reader = decoder
     if any(images):  # texts alone skip the vision tower
         reader = model

@@ -217,6 +217,7 @@ def _load(
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
+            # Training may have turned off the causal attention of the base.
             if model.description.is_causal and _attends_both_ways(adapter_dir):
                 conversions.append(BidirectionalAttention())
         apply_conversions(model, conversions)

@@ -695,7 +695,7 @@ class VisionDescription:
 
     def __post_init__(self) -> None:
         sizes = _TOWER_SIZES
-        if self.num_layers:
+        if self.num_layers:  # otherwise, patches are only embedded and projected
             sizes = (*_TOWER_SIZES, *_TOWER_LAYER_SIZES)
         for field in sizes:
             if not 1 <= getattr(self, field) <= _LARGEST_IN_TOWER:

@@ -162,6 +162,7 @@ class HFFormat:
         return None
 
     def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
+        """See :meth:`read`, which names the field if this method divides by 0."""
         complete_config = dict(self.defaults)
         for name, value in self.prepare(config).items():
             # null means "absent" in these fields, and "none" in others, such as sliding_window.
@@ -179,7 +180,8 @@ class HFFormat:
         # Last, because a family may correct what is common to all.
         values |= family_values
         if self.rotates_windows_only and fields.take("sliding_window", None) is not None:
-            # The size of the windows decides, even if no layer has one.
+            # As in transformers, the size of the windows decides: without it, all layers have RoPE; with it, only the
+            # layers with a window, even if there are none.
             window_layers = values.get("window_layers", ())
             values["unrotated_layers"] = tuple(layer for layer in range(num_layers) if layer not in window_layers)
         try:
@@ -312,7 +314,7 @@ class HFFormat:
             return {}
         if self.window_layers == "all" and layer_types is not None and len(layers) < num_layers:
             raise fields.refusal("layer_types", layer_types)  # transformers ignores it and uses the window
-        if not layers:
+        if not layers:  # Description refuses a size of windows without layers
             return {}
         return {"window": window, "window_layers": layers}
 

@@ -88,7 +88,7 @@ class ImageProcessor:
             if not isinstance(config.get(field) or {}, Mapping):
                 raise DataError(f"{field} = {format_value(config[field])} is not an object")
         factor = config.get("rescale_factor", 1 / 255)
-        has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6
+        has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6  # files may round it
         if config.get("resample", cls.resample) != cls.resample or not has_factor:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
             raise DataError(f"only {name} and a factor of 1/255 are supported")

@@ -74,6 +74,7 @@ class ImageEncoder:
         media_to_read = list(media)
         if self.image_cache is not None:
             for index, plan in enumerate(plans):
+                # Without features, the entry is where the vision tower writes them.
                 cached.append(self.image_cache.find(media[index], plan.grids))
                 if cached[index].features is not None:
                     media_to_read[index] = None  # an image with cached features is not decoded
@@ -197,7 +198,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         num_placeholders = sum(token in self._placeholders for token in tokens)
         if num_placeholders != len(media):
             raise DataError(f"the chat template writes {num_placeholders} placeholders for {len(media)} image(s)")
-        row = array("i")
+        row = array("i")  # compact, because rows with images are long
         row_mask = bytearray()  # 1: masked
         for token, masked in zip(tokens, mask, strict=True):
             if token not in self._placeholders:

@@ -47,7 +47,7 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     # positions with its rows of the output projection.
     plan["norm"] = ReplicatedNorm(gather=True)
     description = model.description
-    if description is not None and description.is_classifier:
+    if description is not None and description.is_classifier:  # too few rows to shard: it is sharded by columns
         plan["output"] = HeadParallel()
     elif isinstance(model.output, nn.Module):  # a tied projection is not one: it reads the weight of tok_embeddings
         plan["output"] = VocabParallel()

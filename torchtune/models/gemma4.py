@@ -130,7 +130,7 @@ def write_gemma4(d: Description) -> dict[str, Any]:
         "num_kv_shared_layers": d.shared_kv_layers,
         "use_double_wide_mlp": d.shared_kv_intermediate_dim > 0,
         "hidden_size_per_layer_input": d.layer_embed_dim,
-        "vocab_size_per_layer_input": d.layer_embed_vocab or d.vocab_size,
+        "vocab_size_per_layer_input": d.layer_embed_vocab or d.vocab_size,  # no effect without per-layer embeddings
         "enable_moe_block": d.num_experts > 0,
     }
     if d.num_experts:

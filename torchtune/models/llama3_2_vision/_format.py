@@ -183,9 +183,9 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
     config.pop("cross_attention_layers", None)
     config["num_hidden_layers"] = num_layers - len(fusion_layers)
     text = _TEXT.read(config, ignore_fields)
-    if text.tie_word_embeddings:
+    if text.tie_word_embeddings:  # the embeddings have rows of special tokens, which the output projection lacks
         raise fields.refusal("tie_word_embeddings", fields.peek("tie_word_embeddings"))
-    if text.head_dim * text.num_heads != text.embed_dim:
+    if text.head_dim * text.num_heads != text.embed_dim:  # transformers has no field for it
         raise fields.refusal("head_dim", fields.peek("head_dim"))
     return text, fusion_layers
 
