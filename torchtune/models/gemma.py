@@ -123,6 +123,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
         """
         messages = as_messages(messages)
         formatted = []
+        # Parts of a text that touch are joined, because a tokenizer may merge characters across their border.
         system: list[str] = []  # parts of the system text, until the next user turn
         for i, message in enumerate(messages):
             if message.contains_media:
@@ -140,7 +141,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
             before, after = self.template[message.role]
             texts = _joined([before], texts)
             is_open = inference and message.role == "assistant" and i == len(messages) - 1
-            if not is_open:
+            if not is_open:  # the model continues an open turn
                 texts = _joined(texts, [after])
             content = [{"type": "text", "content": text} for text in texts]
             formatted.append(Message(role=message.role, content=content, masked=message.masked))
