@@ -728,6 +728,7 @@ def _pad_tiled_images(
     first_mask = next(itertools.chain.from_iterable(example["encoder_mask"] for example in batch))
     num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
     # Fill the tensors in place, to avoid a second copy of images and masks. What is not filled stays masked out.
+    # A padding image counts as one tile of zeros.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, num_positions, dtype=torch.bool)

@@ -36,7 +36,7 @@ class SharedPrefixes:
         keys = []
         document_indices = []  # of those that are not prefixes
         prefix_of_document = []
-        prefix_indices = set(prefixes)
+        prefix_indices = set(prefixes)  # with -1, which is the index of no document
         for document, prefix in enumerate(prefixes):
             document_keys = positions[document]
             if prefix >= 0:

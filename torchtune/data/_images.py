@@ -313,6 +313,7 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     num_with_image = 0  # parts of type image that have an image of their own
     filled_turns = []
     for turn in turns:
+        # A Message has its images already, and a text has no place for one.
         if type(turn) is not dict or not isinstance(turn.get("content"), list):
             filled_turns.append(turn)
             continue

@@ -402,7 +402,7 @@ def grid_positions(
         else:
             blocks = np.split(times, frames)
         for block_times in blocks:
-            start = index + int(np.argmax(is_image[index:]))
+            start = index + int(np.argmax(is_image[index:]))  # the next image token: the check above counts them
             num_text = start - index
             positions[:, index:start] = np.arange(position, position + num_text)
             position += num_text

@@ -341,7 +341,7 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     from torchtune.modules.parallel import SequenceShare, share_mixers
 
     mesh = dims.mesh["tp"]
-    prepare_mha_for_tp(model, mesh)
+    prepare_mha_for_tp(model, mesh)  # attention modules then compute with the heads that their split projections give
     _check_mixers(model, dims)
     # The tensor-parallel ranks of a mixer have parts of the hidden states of the same positions, in order.
     sequence_mesh = mesh
