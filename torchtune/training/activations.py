@@ -339,7 +339,7 @@ class OffloadActivations(saved_tensors_hooks):
         """Return a saved tensor on the device, and prefetch the one that was saved before it."""
         if isinstance(packed, Tensor):
             return packed
-        # The host's copy stays until the next forward pass, because a graph may be read twice. In a simulation, `to`
+        # The host's copy stays until the next forward pass, so that a graph can be read twice. In a simulation, `to`
         # would return it without copy=True.
         if self.copy_stream is None:
             return self._host_tensors[packed].to(self.device, copy=True)

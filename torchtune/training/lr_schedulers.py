@@ -303,7 +303,8 @@ def get_wsd_schedule(
     def stable_then_decay(step: int) -> float:
         if step < num_stable_steps:
             return 1.0
-        if step >= num_steps_after_warmup:  # behind the run: also reached before a division by 0 decay steps
+        # After the run's last step. With a decay of 0 steps, this keeps the progress below from a division by 0.
+        if step >= num_steps_after_warmup:
             return floor
         progress = (step - num_stable_steps) / num_decay_steps
         return floor + (1.0 - floor) * decay(progress)
@@ -395,7 +396,7 @@ def get_polynomial_decay_schedule_with_warmup(
     num_decay_steps = max(1, num_training_steps - warmup.num_steps)  # not 0 in a run of 0 steps, as a divisor
 
     def decay(step: int) -> float:
-        remaining = max(0.0, 1.0 - step / num_decay_steps)  # not negative behind the run
+        remaining = max(0.0, 1.0 - step / num_decay_steps)  # not negative after the run's last step
         return floor + (1.0 - floor) * remaining**power
 
     return warmup.then(decay, optimizer, last_epoch)

@@ -449,7 +449,7 @@ class MLFlowLogger(TrackingLogger):
         self._mlflow = self.check_installed()
         if not _is_rank_0():
             return
-        # Without a scheme, only "databricks", MLflow's name for a hosted server, is no path.
+        # A URI without a scheme is a path, except for "databricks", MLflow's name for a hosted server.
         is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
         if is_folder:  # MLflow no longer writes to a folder without a database
             folder = Path(tracking_uri).absolute()

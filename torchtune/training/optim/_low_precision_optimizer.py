@@ -220,7 +220,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         """Step the parameters of a group: by this library's update where there is one, else by the base optimizer."""
         rule = find_update_rule(type(self._base_optimizer), group)
-        with_rule: dict[torch.device, list[nn.Parameter]] = {}  # scalars of a step are copied to the device once
+        with_rule: dict[torch.device, list[nn.Parameter]] = {}  # by device, to which a step's scalars are copied once
         without_rule: list[nn.Parameter] = []
         for parameter in group["params"]:
             if parameter.grad is None:
