@@ -98,8 +98,9 @@ def prepare_optimizer(
             decimal_rate = float(f"{float(group['lr']):.7g}")
             decimal_groups.append({**group, "lr": decimal_rate})
         optimizer = torch_class(decimal_groups)
-    if precision == "param_dtype" and low_bit is None:
+    if precision == "param_dtype" and low_bit is None:  # low-bit states are stepped in float32, see below
         return optimizer
+    # With param_dtype, a class with the methods of an optimizer is enough; the wrapper needs torch's groups and hooks.
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is not a torch.optim.Optimizer: set optimizer_precision=param_dtype.")
 
@@ -330,7 +331,7 @@ class GroupedOptimizer:
                         f"{key}.lr_ratio: {self._class.__name__} has no default learning rate: set {key}.lr."
                     )
                 base_lr = lr.default
-            settings["lr"] = base_lr * group["lr_ratio"]
+            settings["lr"] = base_lr * group["lr_ratio"]  # a ratio is no setting of an optimizer
         optimizer_class = None
         if group.get("optimizer") is not None:
             optimizer_class = _optimizer_class(group["optimizer"], f"{key}.optimizer")
@@ -350,7 +351,7 @@ class GroupedOptimizer:
 
         Args:
             named: names and parameters.
-            model: model of the parameters.
+            model: model of the parameters, at which subclasses look.
             quiet: do not log the groups.
 
         Raises:
@@ -487,11 +488,12 @@ class MuonWithAdamW(GroupedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._not_for_muon: set[nn.Parameter] = set()
+        self._not_for_muon: set[nn.Parameter] = set()  # filled by `assign`, which has the model
 
         def is_matrix(name: str, parameter: Tensor) -> bool:
             return parameter.dim() == 2 and parameter not in self._not_for_muon
 
+        # The last group: a parameter belongs to the first one that matches, which may be one of the user's.
         self._groups.append(_ParameterGroup("matrices", is_matrix, torch.optim.Muon, muon_settings))
 
     def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:
