@@ -434,7 +434,9 @@ def _measure_source(node: Any, tokenizer: Any, sample: int, longest: int | None)
     with preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
     scale = 1.0
-    if seen.read:  # a source of more rows than the sample is estimated from the rows that were read
+    # A source of more rows than the sample is estimated from the rows that were read. A dataset of the user's own may
+    # not count them: it has read all its rows.
+    if seen.read:
         scale = seen.total / seen.read
     tokens = dataset.num_known_tokens
     if tokens is not None:
@@ -485,7 +487,7 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
     if num_outputs is None:
         return
     folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
-    if is_classifier(folder) or not (folder / "config.json").is_file():
+    if is_classifier(folder) or not (folder / "config.json").is_file():  # without the file, it may be a classifier
         return
     datasets_val = []
     try:
@@ -496,4 +498,5 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
     except NotRead:
         return
     if seen.read == seen.total:
+        # Called for its errors; the run calls it again.
         find_task(datasets, datasets_val, config.instantiate(cfg.loss), num_outputs=num_outputs)
