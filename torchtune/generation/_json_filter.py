@@ -332,7 +332,7 @@ class JSONGrammar:
 
     def _node(self, schema: Any, path: str) -> _Node:
         """Return the node of a schema at a path such as ``#/properties/name``."""
-        if schema is True or schema == {}:
+        if schema is True or schema == {}:  # JSON schema's ways to allow every value
             return self._any_value
         if path in self._nodes:
             return self._nodes[path]
@@ -350,7 +350,7 @@ class JSONGrammar:
                         raise GenerationError(
                             f"{path} has '{name}' beside '{keyword}', which is not supported: leave it out."
                         )
-                break
+                break  # a later one of these keywords is allowed here only as one beside the first
         node = _Node()
         self._nodes[path] = node  # before the nodes in it, which may refer to it
         if "$ref" in schema:

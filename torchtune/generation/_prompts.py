@@ -219,7 +219,7 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
         if prompt_images:
             pixels.append(prompt_images["encoder_input"]["images"])
         else:
-            pixels.append(None)
+            pixels.append(None)  # its tokens count all the same: indices of image tokens are shifted by the lengths
     batch = join_images(pixels, lengths)
     if batch is None:
         return {}
