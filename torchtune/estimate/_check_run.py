@@ -437,6 +437,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "scores", "need context_parallel_dim=1, because parts of a sequence cannot generate"
     if cfg.keep_best is not None:
         yield from _check_kept_score(cfg.keep_best, cfg.scores or ())
+    # A copied recipe may measure a metric of its own, without the settings of validation.
     has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:

@@ -240,7 +240,7 @@ def plan_run(settings: Any, processes: int = 1, length: int | None = None) -> st
     device = parse_device(settings.device)
     if not has_fast_matmul(dtype, device):
         lines.append(emulation_warning(weight_dtype(settings), device))
-    if settings.optimizer is None:
+    if settings.optimizer is None:  # a recipe that does not train: its memory is that of the weights
         lines.append(f"memory      {weights_memory(settings)}")
         return "\n".join(lines)
     batch_size = StepPlan.of(settings).batch_size

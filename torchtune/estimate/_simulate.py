@@ -247,7 +247,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         yield
         return
     local = min(processes, per_machine)
-    environment = {
+    environment = {  # as torchrun sets it; nothing connects to the address
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(processes),

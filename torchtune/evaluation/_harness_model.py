@@ -145,7 +145,7 @@ class HarnessModel(_harness.TemplateLM):
         # Without a beginning-of-sequence token, texts begin after the end of another one, as in pretraining.
         bos = getattr(tokenizer, "bos_id", None)
         self._prefix = tokenizer.eos_id if bos is None else bos
-        self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
+        self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)  # compared in tok_encode
 
     @property
     def eot_token_id(self) -> int:

@@ -141,7 +141,7 @@ class Measurement:
         with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             scored = sample(batches, 1, greedy=True)
-            rewards = scored.rewards.flatten().nan_to_num().tolist()  # an answer without a reward counts as 0
+            rewards = scored.rewards.flatten().nan_to_num().tolist()  # NaN of dropped answers
             for name, reward in zip(names[self._own_batches], rewards, strict=True):
                 means.add({name: (reward, 1)})
             averages = means.over(self._dims)
