@@ -154,7 +154,7 @@ class _RunCheck:
             for name, source in self._sources.items():
                 if source is not None:
                     self._attempt(self._checkpointer.add_source, name, source)
-        # A reference model with a setting of its own is among the sources; others share the trained model's.
+        # A reference model with a setting of its own is among the sources; others have the trained model's layers.
         needs_reference = "ref_checkpointer" in cfg.declared and "reference" not in self._sources
         if needs_reference and self._has("loss") and hasattr(self._checkpointer, "add_source"):
             self._attempt(self._add_reference)

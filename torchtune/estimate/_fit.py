@@ -426,7 +426,7 @@ def find_fastest(
     model, _, _ = build_on_meta(settings)
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, has_experts)
-    # The levers of LAST_RESORTS slow a step most: they are tried if nothing fits without them.
+    # Levers of LAST_RESORTS, such as tensor parallelism, are tried only if nothing fits without them.
     for with_last_resorts in (False, True):
         fitting = search.fitting(with_last_resorts=with_last_resorts)
         if fitting:

@@ -177,7 +177,10 @@ def compare_layers(
 
 
 def _probe_output(model: nn.Module, name: str) -> Tensor:
-    """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``."""
+    """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``.
+
+    Outputs are equal for a layer with an adapter and one with merged weights. Each expert is a part; others have one.
+    """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     parameter = model.get_parameter(name)

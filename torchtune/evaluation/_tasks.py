@@ -82,7 +82,7 @@ def _manager_class() -> Any:
     class Manager(base):  # type: ignore[misc, valid-type]
         """Task manager that raises readable errors and does not wait for an unreachable hub."""
 
-        # Reason why the model cannot answer questions with images; None: it can.
+        # Reason why the model cannot answer questions with images, set by evaluate_tasks; None: it can.
         no_images_reason: str | None = None
 
         def load(self, task_list: Any) -> Any:

@@ -840,7 +840,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit."""
+    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit.
+
+    A :class:`Batch` sets up caches of its own size, and calls of the caller must find theirs as they were.
+    """
     attentions = attention_modules(model)
     caches = [(module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)

@@ -153,7 +153,7 @@ class RemoteFolder:
         target = f"{self._path}/{name}"
         with path.open("rb") as source, self._explained(f"does not take {name}"):
             with self._fs.open(target, "wb", block_size=_CHUNK) as file:
-                while chunk := source.read(_CHUNK):  # larger than memory, the file is never read whole
+                while chunk := source.read(_CHUNK):  # a shard may be larger than the free memory
                     file.write(chunk)
                     sha256.update(chunk)
                     size += len(chunk)
