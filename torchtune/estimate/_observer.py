@@ -182,7 +182,7 @@ class Observer(TorchDispatchMode):
         if func is _aten.nonzero.default:
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
-            return False
+            return False  # two tensors of data differ
         if func is _aten.all.default:
             with unset_fake_temporarily():
                 return torch.tensor(True)  # real, so that its value can be read

@@ -484,7 +484,7 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
     run.
     """
     num_outputs = cfg.model.get("num_classes")
-    if num_outputs is None:
+    if num_outputs is None:  # the builder reads classes from the checkpoint, if it has any
         return
     folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
     if is_classifier(folder) or not (folder / "config.json").is_file():  # without the file, it may be a classifier

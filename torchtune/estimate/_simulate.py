@@ -88,7 +88,7 @@ def simulate(
     if observer is None:
         observer = Observer()
     observer.accumulates = micro_batches == 1 and micro_batches_per_step > 1
-    observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1
+    observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1  # one process has no FSDP
     if length is None:
         length, _ = row_length(cfg)
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)

@@ -159,7 +159,7 @@ def evaluate_tasks(
         # The cache knows only the requests, but answers also depend on the model and on how it truncates.
         cache = str(Path(folder) / f"answers_{digest}_{harness.max_length}")
     logger = logging.getLogger("lm_eval.api.task")
-    logger.addFilter(_should_log)
+    logger.addFilter(_should_log)  # drops a notice about tasks with local data
     try:
         evaluation = lm_eval.simple_evaluate(
             harness,

@@ -271,7 +271,7 @@ def answer_prompts(
 
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
-    is_hidden = None  # shown on a terminal alone
+    is_hidden = None  # None: tqdm shows the bar on a terminal alone
     if ranks is not None and ranks.rank > 0:
         is_hidden = True
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)

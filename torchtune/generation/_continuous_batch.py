@@ -352,7 +352,7 @@ class Batch:
             self._leave(set(self._ended))
             self._ended = {}
         newcomers = self._newcomers()
-        if newcomers:
+        if newcomers:  # a pass for them alone: the running rows go on in the next one
             return self._prefill(newcomers)
         if not self._rows:
             # This rank is finished and others are not: run one token for the collectives.

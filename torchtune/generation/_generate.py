@@ -210,7 +210,7 @@ def stream_tokens(
             )
     device = model.tok_embeddings.weight.device
     if isinstance(prompts[0], Tensor):
-        device = prompts[0].device
+        device = prompts[0].device  # new tokens are yielded on the device of the prompts
     if images is not None:
         check_images(model, images, num_samples)
         for request, prompt_images in zip(requests, images, strict=True):

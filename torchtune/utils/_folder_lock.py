@@ -80,6 +80,7 @@ class FolderLock:
                 log_once(get_logger(), waiting)
             return False
 
+        # A lock of the process, which any of its threads may release. A soft lock would outlive a killed owner.
         self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._write_owner)
         self._created_folder = not self.folder.exists()
         try:
