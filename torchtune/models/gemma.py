@@ -119,7 +119,8 @@ class GemmaChatTemplate(PromptTemplateInterface):
         With ``inference`` a final assistant turn stays open.
 
         Raises:
-            DataError: a role is not ``system``, ``user`` or ``assistant``, or a message has an image.
+            DataError: a role is not ``system``, ``user`` or ``assistant``, no turn of the user follows a system
+                message, or a message has an image.
         """
         messages = as_messages(messages)
         formatted = []
@@ -132,7 +133,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
                 raise DataError(f"Gemma's layout has no place for a turn of '{message.role}'.")
             texts = [item["content"] for item in message.content]
             if message.role == "system":
-                system = _joined(texts, ["\n\n"])
+                system = _joined(system, _joined(texts, ["\n\n"]))
                 continue
             texts = _stripped(texts)
             if message.role == "user":
@@ -145,6 +146,8 @@ class GemmaChatTemplate(PromptTemplateInterface):
                 texts = _joined(texts, [after])
             content = [{"type": "text", "content": text} for text in texts]
             formatted.append(Message(role=message.role, content=content, masked=message.masked))
+        if system:
+            raise DataError("Gemma's layout has no place for a system message without a later turn of the user.")
         return formatted
 
 
