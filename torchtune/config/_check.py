@@ -474,10 +474,18 @@ def _convert_component_nodes(value: Any, annotation: Any) -> Any:
             return OmegaConf.create(value)
         if isinstance(value, dict) and dataclasses.is_dataclass(origin):
             return build_settings(origin, value)
-        if isinstance(value, dict) and origin is dict and len(args) == 2:
+        if isinstance(value, dict) and origin in (dict, Mapping) and len(args) == 2:
             return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
-        if isinstance(value, list) and origin is list and args:
+        if isinstance(value, list) and origin in (list, Sequence) and args:
             return [_convert_component_nodes(item, args[0]) for item in value]
         if isinstance(value, list) and origin is tuple:
-            return tuple(value)
+            if not args:
+                return tuple(value)
+            item_annotations = args
+            if args[-1] is Ellipsis:  # tuple[X, ...], of any length
+                item_annotations = [args[0]] * len(value)
+            items = []
+            for item, item_annotation in zip(value, item_annotations, strict=True):
+                items.append(_convert_component_nodes(item, item_annotation))
+            return tuple(items)
     return value
