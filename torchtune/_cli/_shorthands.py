@@ -619,8 +619,8 @@ class _DataSettings:
             return []
         for reading in readings_of(row):
             columns = dict(reading.settings)
-            if columns.get("column_map.input") == node.get("column"):
-                column = columns["column_map.output"]
+            column = columns.get("column_map.output")  # a conversation has no column of an answer
+            if column is not None and columns["column_map.input"] == node.get("column"):
                 _say("reward", f"the last number of the answer is compared with that of column '{column}'")
                 return [f"rewards.0.column={column}"]
         raise UserError(

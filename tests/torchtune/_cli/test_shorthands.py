@@ -345,6 +345,8 @@ def test_reward_compares_with_the_column_of_the_answers(expand):
     assert "rewards.0.column=output" in expand("any_grpo", [{"input": "one and two", "output": "3"}])
     with pytest.raises(UserError, match=r"compares answers with column 'answer', which the rows lack"):
         expand("any_grpo", [{"prompt": "why"}])
+    with pytest.raises(UserError, match=r"name the column of the right answer, rewards.0.column="):
+        expand("any_grpo", [{"prompt": TURNS[:1], "solution": "4"}])
     assert expand("any_grpo", [{"prompt": "why", "right": "3"}], "rewards.0.column=right")
 
 
