@@ -59,6 +59,8 @@ _DATASET_BUILDERS = {
     "label_column": ("classification_dataset",),
     "column": ("text_completion_dataset", "prompt_dataset", "classification_dataset"),
 }
+# Beginnings of the settings of a dataset that name what is trained on: a column, or the builder with its columns.
+_NAMES_OF_COLUMNS = ("conversation_column=", "column_map.", "column=", "_component_=")
 # Rows of a hub dataset that are read to find its format.
 _HUB_ROWS = 100
 
@@ -416,9 +418,7 @@ class _DataSettings:
         """Refuse a row that holds two conversations or two answers, unless the command line chooses one."""
         from torchtune.datasets import readings_of
 
-        columns = ("conversation_column=", "column_map.", "column=", "_component_=")
-        is_chosen = any(setting.startswith(columns) for setting in self._dataset_overrides)
-        if is_chosen or row_format.builder not in ("chat_dataset", "instruct_dataset"):
+        if self._names_columns() or row_format.builder not in ("chat_dataset", "instruct_dataset"):
             return
         readings = [reading for reading in readings_of(row) if reading.builder == row_format.builder]
         if len(readings) < 2:
@@ -429,6 +429,10 @@ class _DataSettings:
         raise UserError(
             f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
+
+    def _names_columns(self) -> bool:
+        """Return whether the command line names what is trained on, columns or a builder."""
+        return any(setting.startswith(_NAMES_OF_COLUMNS) for setting in self._dataset_overrides)
 
     def _format_for_recipe(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
@@ -454,7 +458,7 @@ class _DataSettings:
             if isinstance(row["label"], str):
                 _say("labels", f"are trained as answers; loss={_CLASSIFICATION_LOSS} trains a classifier")
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
-            if not self._dataset_overrides:
+            if not self._names_columns():
                 raise UserError(
                     f"data={self._name}: the labels are no texts, which a language model could answer: add "
                     f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."

@@ -571,8 +571,9 @@ def test_loss_of_classes_chooses_the_head_by_the_labels(expand, config, labels, 
 
 def test_labels_that_are_no_answers_are_refused_with_both_readings(expand):
     rows = [{"text": "the cat", "label": 3}]
-    with pytest.raises(UserError, match=r"loss=torchtune.modules.loss.ClassificationLoss for a classifier, or data"):
-        expand("any_lora", rows)
+    for overrides in ([], ["dataset.split=train"], ["dataset.packed=True"]):
+        with pytest.raises(UserError, match=r"loss.ClassificationLoss for a classifier, or dataset.column=text"):
+            expand("any_lora", rows, *overrides)
     on_texts = {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"}
     assert dataset_of(expand("any_lora", rows, "dataset.column=text")) == on_texts
 
