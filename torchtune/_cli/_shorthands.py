@@ -436,18 +436,19 @@ class _DataSettings:
 
     def _format_for_recipe(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
-        from torchtune.datasets import RowFormat, column_map
+        from torchtune.datasets import INSTRUCTIONS, PROMPTS_WITH_ANSWERS, RAW_TEXT, RowFormat, column_map
 
         settings = dict(row_format.settings)
         trained_on = _TRAINED_ON.get(self._recipe)
         if row_format.builder == "embedding_dataset" and self._trains_reranker(settings, row):
             return RowFormat("queries with passages", "reranking_dataset", row_format.settings)
-        is_instruction = row_format.kind == "instructions" and row_format.builder == "instruct_dataset"
-        if trained_on == _PROMPTS and is_instruction:
-            return RowFormat("prompts with answers", "prompt_dataset", (("column", settings["column_map.input"]),))
+        # The kind decides: conversational prompts with completions have the same builder, and are not read as prompts.
+        if trained_on == _PROMPTS and row_format.kind == INSTRUCTIONS:
+            return RowFormat(PROMPTS_WITH_ANSWERS, "prompt_dataset", (("column", settings["column_map.input"]),))
+        # Questions with answers such as "#### 3" (GSM8K) are prompts, and instructions for a supervised recipe.
         is_question = row_format.builder == "prompt_dataset" and settings.get("column") == "question"
         if trained_on == _SUPERVISED and is_question:
-            return RowFormat("instructions", "instruct_dataset", column_map(input="question", output="answer"))
+            return RowFormat(INSTRUCTIONS, "instruct_dataset", column_map(input="question", output="answer"))
         if row_format.builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
             if "column" in settings:
@@ -463,7 +464,7 @@ class _DataSettings:
                     f"data={self._name}: the labels are no texts, which a language model could answer: add "
                     f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."
                 )
-            return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
+            return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
         return row_format
 
     def _classifier_settings(self, node: Mapping[str, Any]) -> list[str]:
@@ -616,10 +617,11 @@ class _DataSettings:
         from torchtune.datasets import readings_of
 
         rewards = self._config.get("rewards")
+        # Several rewards are the user's own, because any_grpo has one: each may compare with a column of its own.
         if not isinstance(rewards, list) or len(rewards) != 1 or not isinstance(rewards[0], Mapping):
             return []
         is_number = str(rewards[0].get("_component_")).endswith(".NumberMatch")
-        if not is_number or "column" in rewards[0] or "answer" in row:
+        if not is_number or "column" in rewards[0] or "answer" in row:  # the default column is 'answer'
             return []
         for reading in readings_of(row):
             columns = dict(reading.settings)

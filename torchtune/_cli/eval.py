@@ -234,10 +234,10 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
         row_format = torchtune.datasets.format_of(row)
     else:
         row_format = torchtune.datasets.RowFormat("no mappings")
-    if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
+    if row_format.kind == torchtune.datasets.PROMPTS_WITH_ANSWERS and isinstance(row.get("question"), str):
         # Instructions with these columns; as prompts, the rows would have no labels.
         settings = torchtune.datasets.column_map(input="question", output="answer")
-        row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
+        row_format = torchtune.datasets.RowFormat(torchtune.datasets.INSTRUCTIONS, "instruct_dataset", settings)
     elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
         raise UserError(
             f"{data}: its rows are {row_format.kind}, but perplexity needs texts or conversations: use --score, or "
