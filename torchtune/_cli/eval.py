@@ -372,17 +372,18 @@ def _format_remarks(evaluations: list[dict[str, Any]], args: argparse.Namespace)
     lines = []
     first = evaluations[0]["answers"]
     last = evaluations[-1]["answers"]
+    # Two models, both with answers: one model is the first and the last, and without --score both have none.
     if first is not last:
         for name in last.scores:
             reference_scores = dict(enumerate(first.scores[name]))  # by row
             model_scores = dict(enumerate(last.scores[name]))
             interval = torchtune.reports.compare_rows(reference_scores, model_scores)
-            if interval:
+            if interval is not None:  # some rows have a score of both models
                 meaning = interval.meaning(less_is_better=False)
                 lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
     for result in evaluations:
         answers = result["answers"]
-        if answers is None:
+        if answers is None:  # without --score
             continue
         lines.append(f"answers     {answers.path}")
         limits = {"max_new_tokens": f"--max-new-tokens {args.max_new_tokens}", "context": "the model's context"}
