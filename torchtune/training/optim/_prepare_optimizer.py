@@ -200,19 +200,31 @@ def setup_optimizer(
             f"{name}(params, …), or call prepare_optimizer with the optimizer that you have."
         )
     trained = require_trained(model)
+    if in_backward:
+        return _setup_in_backward(factory, trained, model, precision)
     parameters = [parameter for _, parameter in trained]
-    if in_backward:  # an optimizer per parameter: the first one tells whether the factory describes groups
-        optimizer = factory(parameters[:1])
-    else:
-        optimizer = factory(parameters)
-    if isinstance(optimizer, GroupedOptimizer):
+    optimizer = factory(parameters)
+    if isinstance(optimizer, GroupedOptimizer):  # a description: its groups need the names of the parameters
         optimizer.assign(trained, model)
-        factory = optimizer.make
-        optimizer = factory(parameters)
-    if not in_backward:
-        _check_complete(optimizer, trained)
-        return prepare_optimizer(optimizer, model, precision)
+        optimizer = optimizer.make(parameters)
+    _check_complete(optimizer, trained)
+    return prepare_optimizer(optimizer, model, precision)
 
+
+def _setup_in_backward(
+    factory: Callable[[list[nn.Parameter]], Optimizer],
+    trained: list[tuple[str, nn.Parameter]],
+    model: nn.Module,
+    precision: OptimizerPrecision,
+) -> OptimizerInBackward:
+    """Build an optimizer per parameter, which steps it during the backward pass."""
+    # The factory is called for each parameter below; before, only to see whether it describes groups, which are
+    # assigned once, by the names of all parameters.
+    _, first_parameter = trained[0]
+    description = factory([first_parameter])
+    if isinstance(description, GroupedOptimizer):
+        description.assign(trained, model)
+        factory = description.make
     seed = _shared_seed()  # once: a broadcast per parameter would be slow
 
     def build(parameters: list[nn.Parameter]) -> Optimizer:
