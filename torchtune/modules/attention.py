@@ -276,7 +276,10 @@ class MultiHeadAttention(nn.Module):
         return out_flat.index_copy(0, positions, outputs).view_as(out)
 
     def _project_keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
-        """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
+        """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input.
+
+        The cache is extended by the input, and may also return positions that are not filled yet; the mask hides them.
+        """
         if self.k_proj is None:
             raise ValueError("This layer has no keys and values: give it those of another layer as keys=.")
         projected_keys = self.k_proj(y)  # [b, t, n_kv * h]

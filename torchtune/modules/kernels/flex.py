@@ -67,7 +67,7 @@ def document_block_mask(
     num_before = (full_from - first)[:, None]  # [query blocks, 1]
     num_after = (last + 1 - full_to)[:, None]
     blocks_before = first[:, None] + order  # [query blocks, key blocks]
-    blocks_after = full_to[:, None] + order - num_before
+    blocks_after = full_to[:, None] + order - num_before  # listed after the `num_before` ones
     partial_blocks = torch.where(order < num_before, blocks_before, blocks_after)
     full_blocks = full_from[:, None] + order
 

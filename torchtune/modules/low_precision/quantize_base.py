@@ -80,7 +80,7 @@ class QuantizeBase(Conversion):
         if target_modules is not None and not target_modules:
             raise ConversionError("QuantizeBase: target_modules is empty, name at least one module or remove the key.")
         self.dtype = dtype
-        self.options: dict[str, Any] = {}  # of the format
+        self.options: dict[str, Any] = {}  # of the format, which has the default of block_size
         if block_size is not None:
             self.options["block_size"] = block_size
         self.target_modules = None if target_modules is None else list(target_modules)

@@ -320,7 +320,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         chunks_per_group = _chunks_per_group(kind, k, v)
         d_state = None  # the state after the last position has no gradient
         grad, *inputs = (_pad(tensor, chunks_per_group) for tensor in (grad, q, k, v, g, beta, resets))
-        grads = empty_gradients(*inputs[:-1])
+        grads = empty_gradients(*inputs[:-1])  # `resets` has none
         for group in reversed(_groups(grad.shape[1], chunks_per_group)):  # a state gets its gradient from later chunks
             chunks = kind(*map(group.chunks_of, inputs))
             d_out = heads_first(group.chunks_of(grad), k.shape[2])

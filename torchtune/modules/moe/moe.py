@@ -104,8 +104,8 @@ class TokenChoiceTopKRouter(nn.Module):
         selects_by_score = self.selection_bias is None and self.top_groups == self.groups  # all groups are selected
         is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
         if is_softmax_of_selected and selects_by_score and self.balance is None:
-            # A softmax over all experts, divided by its sum over the selected ones, is a softmax over these. A balancing
-            # loss needs the scores of all experts, and so do bias and groups.
+            # A softmax over all experts, divided by its sum over the selected ones, is a softmax over these. Bias,
+            # groups and a balancing loss need the scores of all experts.
             top_logits, selected_experts = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
             selected_scores = top_logits.softmax(-1)
         else:
