@@ -606,7 +606,7 @@ def _iter_blocks(
     group, s, h = queries.shape[2:]
     num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
-    scaled_keys = keys * h**-0.5
+    scaled_keys = keys * h**-0.5  # once, instead of the scores of every block
     for start in range(0, s, _BLOCK):
         query_range = slice(start, min(start + _BLOCK, s))
         size = query_range.stop - start
@@ -620,7 +620,7 @@ def _iter_blocks(
         slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
-            slope = 1 - bounded.square()
+            slope = 1 - bounded.square()  # of tanh, for the backward pass
             scores = bounded * softcap
         # A view [b * n_kv, n / n_kv, block, keys of the block]: masks are the same for all heads of a group.
         position_scores = scores.unflatten(1, (group, size))
