@@ -529,7 +529,7 @@ def block_attention_backward(
         block_grad = _take_block(grad_heads, block.query_range, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
         grad_values[:, key_range] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
         grad_weights = torch.bmm(block_grad, values[:, key_range].transpose(1, 2)).float()
-        # Right with a sink, too, whose own weight is left out: it multiplies no value, so its gradient is zero.
+        # Also right with a sink, whose weight `weights` lacks: a sink has no value, so that its weight has no gradient.
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
         if grad_sinks is not None:
             # The sink's probability is 1 - the sum of the others, and its value is zero.
