@@ -577,7 +577,8 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
                  [0, 1, 0],
                  [0, 1, 1]]], dtype=torch.int32)
     """
-    # Flex attention is compiled on CUDA alone; elsewhere it would materialize the scores, and so may the mask be.
+    # Flex attention is compiled on CUDA alone. Elsewhere it would materialize all scores, beside which a bool mask is
+    # small.
     if seq_lens[0].device.type != "cuda":
         return create_block_causal_mask(seq_lens)
     from torch.nn.attention.flex_attention import create_block_mask

@@ -366,7 +366,7 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         # After each one, so that the record is right if the next one raises.
         applied = [*applied, conversion]
         model.conversions = applied
-        has_effect = report.replaced or report.num_parameters  # one without an effect is probably a mistake
+        has_effect = report.replaced or report.num_parameters  # a conversion without an effect is probably a mistake
         log_rank_zero(get_logger(), str(report), logging.INFO if has_effect else logging.WARNING)
         reports.append(report)
     model.conversions = applied  # also without any conversion

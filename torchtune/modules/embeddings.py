@@ -129,7 +129,7 @@ def resize_token_embeddings(
             module.out_features = num_embeddings
     model.vocabulary_growth = growth  # with it, loading onto the meta device initializes the rows that files lack
     description = getattr(model, "description", None)
-    if description is not None:  # checkpoints say the size of the description
+    if description is not None:  # checkpoints record the description's size
         sizes = {"vocab_size": num_embeddings}
         if getattr(model, "layer_embeddings", None) is not None:
             sizes["layer_embed_vocab"] = num_embeddings

@@ -226,7 +226,7 @@ class Freeze(Conversion):
                     "Freeze: the model has adapters, beside which all weights are frozen already: choose layers with "
                     "target_modules and train_modules of torchtune.modules.peft.LoRA."
                 )
-        # Weights that are frozen already, such as quantized ones, stay so and count for nothing.
+        # Weights that are frozen already, such as quantized ones, stay so and are not counted.
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         matching: set[str] = set()
         for pattern in self.patterns:

@@ -138,7 +138,7 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     else:
         model.output = ClassifierHead(width, num_classes)
     description = getattr(model, "description", None)
-    if description is not None:  # checkpoints say the classes of the description
+    if description is not None:  # checkpoints record the description's classes
         if description.num_classes != num_classes:  # another head, whose classes have no names yet
             description = replace(description, num_classes=num_classes, class_names=(), problem_type=None)
         model.description = description

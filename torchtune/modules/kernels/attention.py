@@ -502,7 +502,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     b, s, n, h = q.shape
     n_kv = k.shape[2]
     if q.is_cuda:
-        card_of(q.device)  # keeps torch from cuDNN's attention
+        card_of(q.device)  # keeps torch from cuDNN's attention, which makes a plan for every new shape
     head_mask = None
     if mask is not None:
         head_mask = mask[:, None]  # [b, 1, s, t]

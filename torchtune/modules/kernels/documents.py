@@ -529,7 +529,7 @@ def block_attention_backward(
         block_grad = _take_block(grad_heads, block.query_range, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
         grad_values[:, key_range] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
         grad_weights = torch.bmm(block_grad, values[:, key_range].transpose(1, 2)).float()
-        # Right with a sink, too, whose own weight is left out: it multiplies no value, so its gradient is zero.
+        # Also right with a sink, whose weight `weights` lacks: a sink has no value, so that its weight has no gradient.
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
         if grad_sinks is not None:
             # The sink's probability is 1 - the sum of the others, and its value is zero.
@@ -606,7 +606,7 @@ def _iter_blocks(
     group, s, h = queries.shape[2:]
     num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
-    scaled_keys = keys * h**-0.5
+    scaled_keys = keys * h**-0.5  # once, instead of the scores of every block
     for start in range(0, s, _BLOCK):
         query_range = slice(start, min(start + _BLOCK, s))
         size = query_range.stop - start
@@ -620,7 +620,7 @@ def _iter_blocks(
         slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
-            slope = 1 - bounded.square()
+            slope = 1 - bounded.square()  # of tanh, for the backward pass
             scores = bounded * softcap
         # A view [b * n_kv, n / n_kv, block, keys of the block]: masks are the same for all heads of a group.
         position_scores = scores.unflatten(1, (group, size))

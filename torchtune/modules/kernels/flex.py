@@ -275,7 +275,7 @@ def compile_friendly_flex_attention(
     size = None
     if q.is_cuda:
         size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize)
-    if size:  # None: torch's own sizes; for 0, no size fits, and choose_kernel takes another kernel
+    if size:  # None: torch's own sizes; 0: no size fits, for which choose_kernel has another kernel of documents
         for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"):
             kernel_options[name] = size
         kernel_options["num_stages"] = 1  # every further stage keeps more blocks in shared memory

@@ -439,6 +439,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         chunked = ChunkedSum(hidden, logits)
         correct_sums: list[Tensor] = []  # a scalar of each chunk
         entropy_sums: list[Tensor] = []
+        # Without labels one empty chunk, so that this rank runs the collectives of the other ranks.
         for rows in chunk_slices(len(target), chunk_rows):
             chunk_weights = None
             if row_weights is not None:

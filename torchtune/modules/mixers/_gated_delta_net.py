@@ -104,7 +104,8 @@ class _DeltaChunks(Chunks):
         d_states_after = d_states[1:].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
 
         # The triangular system (I + system) u = target, with system = beta * decayed_similarities below the diagonal
-        # and target = beta * error: its gradient solves the transposed system.
+        # and target = beta * error: its gradient solves the transposed system. The gradient of the system is the
+        # negative product of d_target and u; its sign is left to the sums below, which saves a pass over the matrices.
         d_target = inverse.mT @ d_written
         negative_d_system = (d_target @ written.mT).tril_(-1)  # [n, n_k, r, c, c]
         d_error = beta * d_target  # also the gradient of v

@@ -96,7 +96,7 @@ class _SeparatedConv(torch.autograd.Function):
         x, weight, index = ctx.saved_tensors
         channels, taps = weight.shape
         inputs = _separated(x, index, ctx.row_length, taps - 1)
-        d_out = _separated(grad, index, ctx.row_length, 0)
+        d_out = _separated(grad, index, ctx.row_length, 0)  # the gap between documents has no gradient
         needed = list(ctx.needs_input_grad[:3])
         d_inputs, d_weight, d_bias = torch.ops.aten.convolution_backward(
             d_out,

@@ -226,7 +226,7 @@ class VocabParallel(ParallelStyle):
             return _join_embeddings(embedded, is_elsewhere, group)
 
         def project(x: Tensor) -> Tensor:
-            logits = vocabulary_parallel_linear(x, module.weight)  # [b, s, v]
+            logits = vocabulary_parallel_linear(x, module.weight)  # [b, s, v], all-gathered
             return soft_cap(logits, softcap)
 
         if isinstance(module, nn.Embedding):

@@ -75,7 +75,7 @@ class LoRAProjection(torch.autograd.Function):
             y = torch.empty_like(base)
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
-        # Only what a gradient needs: W is frozen as a rule, and without A and B the base's output needs neither.
+        # Only what a required gradient reads: `rows` for those of A and W, `low` for that of B.
         saved_rows = rows if needs_weight or needs_a else None
         saved_low = low if needs_b else None
         ctx.save_for_backward(saved_rows, lora_a, lora_b, saved_low, mask, *stored)
