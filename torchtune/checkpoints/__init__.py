@@ -39,7 +39,7 @@ The way of a weight from its file into a model, in the order of reading:
 And back into a file:
 
 1. ``_checkpoint_store``: ``CheckpointStore.save`` describes all files before it writes any.
-2. ``_export``: ``export_model`` distributes groups among files; ``SaveView.slices_to_write`` computes, from the shard
+2. ``_export``: ``export_model`` distributes groups among files; ``WeightGroup.compute_slices`` computes, from the shard
    of this rank, the slices of external tensors that it contributes.
 3. ``_save``: ``Saver.save`` sends the slices to the rank that writes the file, group by group.
 4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.

@@ -11,7 +11,7 @@ from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, shard_files
 from torchtune.checkpoints._full_state_dicts import StateDictMethods
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
-from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._save import ExistingTensor
 from torchtune.checkpoints._small_files import save_tokenizer, write_extra_files
 from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
@@ -273,7 +273,7 @@ class ModuleCheckpointer(CheckpointStore):
         """
         tensors = _state_dict(models)
         try:
-            shard_files([TensorGroup.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
+            shard_files([ExistingTensor(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
         except ValueError as error:
             raise CheckpointError(f"model: {error}") from error
         for key, parameter in models.named_parameters():
@@ -330,7 +330,7 @@ class ModuleCheckpointer(CheckpointStore):
             UserError: the state dict cannot be written, or the disk is full or not writable.
         """
         self._saver.wait()
-        tensors = [TensorGroup.of(key, tensor) for key, tensor in _state_dict(models).items()]
+        tensors = [ExistingTensor(key, tensor) for key, tensor in _state_dict(models).items()]
         files, index = shard_files(tensors, max_shard_bytes)
 
         def write_small_files(folder: Path) -> None:
