@@ -28,12 +28,12 @@ The way of a weight from its file into a model, in the order of reading:
 1. ``_checkpointers``: the checkpointer of a config is a ``CheckpointStore`` with other arguments.
 2. ``_checkpoint_store``: ``CheckpointStore.load_model``, on all ranks.
 3. ``_load``: ``ModelSource.load`` opens the files; ``load_base`` lists the weights in them, and ``load_weight`` loads
-   each in three steps: allocate, read, assign.
+   each in three steps: allocate, read, and for few weights, store converted.
 4. ``_weight_files``: ``open_weight_files`` finds the format; ``WeightFiles.read`` returns a slice of a tensor.
 5. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups; ``Group.read`` reads a slice of a weight
    from the slices of the external tensors that hold it.
 6. ``_model_weights``: ``ModelWeights.allocate`` returns the slice of this rank, and its shard as the tensor to read
-   into; ``ModelWeights.assign`` has to do something only for weights that are stored in another form.
+   into; ``ModelWeights.store_converted`` is for weights that are stored in another form.
 7. ``torchtune.training.parallel._shards``: ``my_shard`` is the one place that asks a DTensor for its slice.
 
 And back into a file:
