@@ -93,7 +93,34 @@ class FullModelHFCheckpointer(CheckpointStore, StateDictMethods):
         self.should_load_recipe_state = should_load_recipe_state
 
 
-class FullModelMetaCheckpointer(CheckpointStore, StateDictMethods):
+class _EarlierFormatCheckpointer(CheckpointStore, StateDictMethods):
+    """A checkpointer for files of an earlier format; see :class:`FullModelHFCheckpointer` for the arguments."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
+    ) -> None:
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+        }
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
+        self.should_load_recipe_state = should_load_recipe_state
+
+
+class FullModelMetaCheckpointer(_EarlierFormatCheckpointer):
     """A checkpointer for Meta's consolidated files, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
@@ -107,31 +134,8 @@ class FullModelMetaCheckpointer(CheckpointStore, StateDictMethods):
 
     _name_format = "meta"
 
-    def __init__(
-        self,
-        checkpoint_dir: str,
-        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
-        model_type: str | None = None,
-        output_dir: str | None = None,
-        adapter_checkpoint: str | None = None,
-        recipe_checkpoint: str | None = None,
-        resume_from_checkpoint: bool = False,
-        should_load_recipe_state: bool = False,
-        *,
-        keep_last_n_checkpoints: int | None = None,
-        upload: str | None = None,
-    ) -> None:
-        source = {
-            "checkpoint_dir": checkpoint_dir,
-            "checkpoint_files": checkpoint_files,
-            "adapter_checkpoint": adapter_checkpoint,
-            "model_type": model_type,
-        }
-        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-        self.should_load_recipe_state = should_load_recipe_state
 
-
-class FullModelTorchTuneCheckpointer(CheckpointStore, StateDictMethods):
+class FullModelTorchTuneCheckpointer(_EarlierFormatCheckpointer):
     """A checkpointer for files with this library's names, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
@@ -144,29 +148,6 @@ class FullModelTorchTuneCheckpointer(CheckpointStore, StateDictMethods):
     """
 
     _name_format = "tune"
-
-    def __init__(
-        self,
-        checkpoint_dir: str,
-        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
-        model_type: str | None = None,
-        output_dir: str | None = None,
-        adapter_checkpoint: str | None = None,
-        recipe_checkpoint: str | None = None,
-        resume_from_checkpoint: bool = False,
-        should_load_recipe_state: bool = False,
-        *,
-        keep_last_n_checkpoints: int | None = None,
-        upload: str | None = None,
-    ) -> None:
-        source = {
-            "checkpoint_dir": checkpoint_dir,
-            "checkpoint_files": checkpoint_files,
-            "adapter_checkpoint": adapter_checkpoint,
-            "model_type": model_type,
-        }
-        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-        self.should_load_recipe_state = should_load_recipe_state
 
 
 Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
