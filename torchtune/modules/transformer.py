@@ -282,6 +282,8 @@ class TransformerDecoder(nn.Module):
         hidden_scale: factor of the output projection's input.
         layer_embeddings: per-layer token embeddings.
         kv_sources: index of a layer without keys and values -> index of the earlier layer that shares its own.
+        description: the description of the model, from :func:`torchtune.models.build`.
+        spec: the model family, from :func:`torchtune.models.build`; checkpoints and parallelism read it.
 
     Raises:
         ValueError: ``num_layers`` is set with a list of layers, or missing with a single layer.
@@ -289,8 +291,6 @@ class TransformerDecoder(nn.Module):
     Attributes:
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
         num_output_chunks: see :meth:`set_num_output_chunks`. For older recipes only.
-        description: the description of the model, set by :func:`torchtune.models.build`.
-        spec: the model family, set by :func:`torchtune.models.build`.
 
     Example:
         >>> model(torch.tensor([[5, 40, 7]])).shape  # [b, s, v]
@@ -315,6 +315,8 @@ class TransformerDecoder(nn.Module):
         hidden_scale: float = 1.0,
         layer_embeddings: LayerEmbeddings | None = None,
         kv_sources: Mapping[int, int] | None = None,
+        description: Any = None,
+        spec: Any = None,
     ) -> None:
         super().__init__()
         self.embed_scale = embed_scale
@@ -345,8 +347,8 @@ class TransformerDecoder(nn.Module):
         # Set by setup_caches.
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
-        self.description = None
-        self.spec = None
+        self.description = description
+        self.spec = spec
         # Set by resize_token_embeddings: rows of new tokens, which the weight files of the model do not have.
         self.vocabulary_growth: VocabularyGrowth | None = None
 
