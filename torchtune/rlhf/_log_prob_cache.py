@@ -258,7 +258,7 @@ def _cached_log_probs(
         for row, pair in rank_pairs.items():
             log_probs[row] = pair
     if dims.is_main:
-        checksum = str(zlib.crc32(log_probs.tobytes()))
+        checksum = str(zlib.crc32(log_probs.tobytes()))  # by which `_read_log_probs` finds a damaged file
         with atomic_write(path) as file:
             file.write(save({"log_probs": log_probs}, {"crc32": checksum}))
     return log_probs
@@ -333,7 +333,7 @@ def cache_teacher(
     }
 
     # All caches are opened before the teacher runs: a cache of another run is an error, at once and not hours later.
-    names = ("train", "val")
+    names = ("train", "val")  # subfolders; without validation data, the second loader is None or missing
     caches: dict[str, tuple[int, TeacherCache]] = {}  # with the first position
     num_positions = 0  # positions are unique: those of a cache begin where those of the cache before it end
     for name, loader in zip(names, loaders, strict=False):
@@ -463,7 +463,7 @@ class TeacherCache:
         full_key = {**key, "data (rows, template, masks)": [self._num_rows, data.fingerprint]}
         self._key = json.loads(json.dumps(full_key))  # as it is read from the file: tuples are lists there
         self._files: tuple[np.ndarray, np.ndarray] | None = None  # tokens and log-probs, memory-mapped when read
-        if (folder / _KEY_FILE).exists():  # written last, so the other files are complete
+        if (folder / _KEY_FILE).exists():  # written last, so the other files are there
             self._check_key()
             self._read_rows()
             return
@@ -472,7 +472,7 @@ class TeacherCache:
         counts = np.zeros(self._num_rows, np.int64)
         self._row_checksums = np.zeros(self._num_rows, np.uint32)
         for row in tqdm(range(self._num_rows), desc="Counting labels", disable=None):
-            sign_of_life()  # to the watchdog, as there may be millions of rows
+            sign_of_life()  # the watchdog must not take this loop for a stall
             counts[row], self._row_checksums[row] = _count_and_checksum(data[row])
         self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
         self._is_cached = np.zeros(self._num_rows, bool)

@@ -340,8 +340,9 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
     policy_vocab_size = len(models["policy"].tok_embeddings.weight)
     policy_folder = Path(checkpointer.source("policy").checkpoint_dir)
     for name, model in models.items():
-        if name in ("value", "reward"):  # they have no rows for tokens of the config, and are not trained on them
-            folder = Path(checkpointer.store.source(name).checkpoint_dir)
+        # Only the policy and the reference get rows for tokens that the config adds: the others must know them.
+        if name in ("value", "reward"):
+            folder = Path(checkpointer.source(name).checkpoint_dir)
             check_new_tokens(tokenizer, folder, _SETTING[name], f"{name} model")
         vocab_size = len(model.tok_embeddings.weight)
         if vocab_size != policy_vocab_size or vocab_size < tokenizer.vocab_size:

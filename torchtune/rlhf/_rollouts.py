@@ -190,7 +190,7 @@ def collate_rollouts(
         num_unlabeled = rollout.prompt_len - 1
         answer = rollout.tokens[rollout.prompt_len :]
         labels = answer
-        if rollout.mask is not None:
+        if rollout.mask is not None:  # replies of an environment are not trained on
             labels = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
         labels = torch.cat([torch.full((num_unlabeled,), CROSS_ENTROPY_IGNORE_IDX), labels])  # [s - 1]
         documents.append({"tokens": rollout.tokens[:-1], "labels": labels, **rollout.images})

@@ -170,6 +170,7 @@ def score_rollouts(
             scored.append(i)
 
     scored_prompts = [prompts[i // num_samples] for i in scored]
+    # Also without answers to score: all ranks must log the same names.
     scores = rewards(
         [prompt.row for prompt in scored_prompts],
         [texts[i] for i in scored],

@@ -168,7 +168,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     by_pair: Counter[int | None] = Counter()  # window -> FLOPs per pair
     by_chunk: Counter[int] = Counter()  # size of a chunk -> FLOPs per pair
     bidirectional = 0.0
-    shapes = full_shapes(model)  # of sharded or quantized weights, as the computation uses them
+    shapes = full_shapes(model)  # of the full weights, also where a conversion stores them quantized
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
         by_token += math.prod(shapes[matrix]) * _flops_per_weight(matrix, flows)

@@ -53,7 +53,7 @@ def observe_together(guard: ObserverGuard, function: Callable[[], T], dims: Para
     except LostRankError:
         raise
     except Exception as error:
-        if is_connection_error(error):  # ranks can no longer agree, in training as little as here
+        if is_connection_error(error):  # the ranks can no longer agree on anything
             raise
         failure = error
     failed = torch.tensor([int(failure is not None)])

@@ -277,7 +277,8 @@ class Watchdog:
                         self._exit_lost_peer(lost_rank_error(failed, heartbeats.address))
                     if heartbeats.is_alone:
                         self._exit_lost_peer(lost_rank_error(None, heartbeats.address))
-                if seconds_still > timeout / 2 and heartbeats.is_stalled:  # another rank was first to find the stall
+                # Another rank has found the stall after the whole timeout, so half of it is enough here.
+                if seconds_still > timeout / 2 and heartbeats.is_stalled:
                     self._exit_stalled(now)
             if seconds_still > timeout and self._all_ranks_stall(now):
                 self._exit_stalled(now)

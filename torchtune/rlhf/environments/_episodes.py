@@ -512,7 +512,7 @@ class Environments:
         for turn in pending.turns:
             if turn.due_step == pending.step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values
                 conversation = turn.conversation
-                conversation.past = batch.past(pending.row(conversation, conversation.turns - 1))
+                conversation.past = batch.past(pending.row(conversation, conversation.turns - 1))  # of the last turn
         pending.step += 1
         requests: list[Request] = []
         started = time.monotonic()
@@ -532,7 +532,7 @@ class Environments:
                     past=conversation.past,
                 )
                 requests.append(request)
-            conversation.past = None  # frees the keys and values, which the request has taken
+            conversation.past = None  # frees the keys and values: a request has taken them, or the episode has ended
         self.seconds["idle"] += time.monotonic() - started
         return requests
 
@@ -548,7 +548,7 @@ class Environments:
         calls: list[ToolCall] = []
         mistake = None  # in the first wrong call
         if schemas:
-            text = self._tokenizer.decode(tokens, skip_special_tokens=False)  # some formats mark calls by them
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)  # which mark calls in some formats
             try:
                 calls = parse_calls(text, self._format, schemas)
             except CallError as error:
