@@ -86,6 +86,7 @@ class Reference:
         is_policy_at_start = loss.needs_reference and second is None
         # Dropout makes the first scores of the policy differ from those of the reference.
         has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
+        # Neither are they equal in a resumed run, whose policy has been trained.
         self._should_check_start = fresh and is_policy_at_start and not has_dropout
         # Trained parameters with their initial values; None if disabling the adapters gives the reference.
         self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None

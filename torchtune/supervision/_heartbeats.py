@@ -175,7 +175,7 @@ class Heartbeats:
         """Publish this rank's beat, and read the others' if they are needed."""
         own_beat = replace(self.own_beat, lost_neighbors=tuple(self._cut_ranks()))
         store.set(self._key(self._rank), json.dumps(asdict(own_beat)))
-        # Two keys that every rank can check cheaply, without a look at all beats: the run stalls, or a rank ended early.
+        # Two keys that every rank can check without reading all beats: the run stalls, or a rank ended early.
         if self._must_announce_stall:
             store.set(f"{self._prefix}/over", "")
         if own_beat.failed or own_beat.end == ORPHANED or own_beat.lost_neighbors:

@@ -152,7 +152,7 @@ class RunControl:
         if throughput is None:
             throughput = Throughput(dims=self._dims)
         self._throughput = throughput
-        if self._total_steps is not None:
+        if self._total_steps is not None:  # a resumed run may be at its end
             self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
         while not self.stopping:

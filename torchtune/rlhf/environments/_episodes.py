@@ -287,7 +287,10 @@ class Environments:
         self._num_unclosed = 0
 
     def _inspect(self, build: Callable[[], Any]) -> Kind:
-        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards."""
+        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards.
+
+        A wrong environment raises here, before the run begins; the one that was built is closed.
+        """
         try:
             environment = build()
         except Exception as error:

@@ -210,7 +210,7 @@ class InfoNCELoss(AnswerLoss):
                 "pooling_mode_mean_sqrt_len_tokens": False,
                 "pooling_mode_weightedmean_tokens": False,
                 "pooling_mode_lasttoken": self.pooling == "last",
-                "include_prompt": True,
+                "include_prompt": True,  # the mean is over the tokens of the instruction, too, as in training
             },
             "2_Normalize/config.json": {},
         }
