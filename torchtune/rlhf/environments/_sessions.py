@@ -285,7 +285,7 @@ def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
             for name, value in turn.items():
                 if name == "temperature":
                     temperatures.add(value)
-                elif value:  # None or 0 does not truncate
+                elif value and not (name == "top_p" and value >= 1):  # None, 0 and a top_p of 1 do not truncate
                     truncations[name] = value
     if truncations or len(temperatures) > 1 or 0 in temperatures:
         settings = [f"temperature {', '.join(map(str, sorted(temperatures)))}"]
