@@ -16,7 +16,7 @@ from torchtune.checkpoints._adapter_settings import ADAPTER_CONFIG_FILE, adapted
 from torchtune.checkpoints._directories import STATE_DIR, complete_directories, new_directory, prune
 from torchtune.checkpoints._export import write_tensors
 from torchtune.checkpoints._load import ModelType, detect_format
-from torchtune.checkpoints._save import TensorGroup, save_tensors
+from torchtune.checkpoints._save import ExistingTensor, save_tensors
 from torchtune.checkpoints._weight_files import (
     CheckpointError,
     WeightFiles,
@@ -193,7 +193,7 @@ class StateDictMethods:
         else:
             spec, description = self._spec_and_description()
             tensors = spec.weight_map("hf").to_external(state_dict.items(), description)
-            write_tensors([TensorGroup.of(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
+            write_tensors([ExistingTensor(name, tensor) for name, tensor in tensors], folder, max_shard_bytes)
 
     def _write_adapter(self, state_dict: Mapping[str, Any], folder: Path, *, beside_model: bool) -> None:
         """Write the adapter with this library's names, and in PEFT's layout if the folder describes the model.

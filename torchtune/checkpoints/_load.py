@@ -452,10 +452,11 @@ def load_weight(
     weights: ModelWeights, reader: "WeightReader", device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
     """Load this rank's shard of one weight from its files; see :func:`load_base`."""
-    slices, target = weights.allocate(reader.name, device, dtype)  # usually the shard of a parameter
+    slices, target = weights.allocate(reader.name, device, dtype)
     if target.numel():  # the last ranks have no rows of a short weight
         reader.read(slices, target)
-    weights.assign(reader.name, slices, target, device, dtype)
+    if weights.is_converted(reader.name):  # else target is the shard of the parameter, which has its values now
+        weights.store_converted(reader.name, slices, target, device, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,8 +476,11 @@ class WeightReader:
     files: WeightFiles
 
     def read(self, slices: Slices, target: torch.Tensor) -> None:
-        """Read a slice of the weight into a tensor of its shape."""
-        self.group.read(self.name, slices, target, self.shapes, self.files.read)
+        """Read a slice of the weight into a tensor of its shape, from the slices of external tensors that form it."""
+        for external_slice in self.group.external_slices(self.name, slices, self.shapes):
+            external_name = self.group.external[external_slice.external]
+            value = self.files.read(external_name, external_slice.slices)
+            external_slice.fill(target, value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,8 +127,8 @@ class ModelWeights:
             parameters.
         storage: names of the parameters that store the weights in :attr:`stored_weights`.
         base: names of the base weights.
-        split_layers: adapted layers with weights that :meth:`assign` splits into the initial adapter and the remainder,
-            by name of the weight.
+        split_layers: adapted layers with weights that :meth:`store_converted` splits into the initial adapter and the
+            remainder, by name of the weight.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -336,8 +336,8 @@ class ModelWeights:
     ) -> tuple[Slices, torch.Tensor]:
         """Return the slice of a full weight that this rank needs, and the tensor to read it into.
 
-        For most weights, that tensor is this rank's shard of the parameter. For a weight that a conversion stores in
-        other parameters, it is a temporary one, from which :meth:`assign` computes them.
+        For most weights, that tensor is this rank's shard of the parameter. For a weight of :meth:`is_converted`, it is
+        a temporary one, from which :meth:`store_converted` computes the parameters.
 
         Args:
             name: name of the full weight.
@@ -366,7 +366,11 @@ class ModelWeights:
         weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
         return (rows, *full_slices(columns)), weight
 
-    def assign(
+    def is_converted(self, name: str) -> bool:
+        """Return whether a weight that was read must be converted to the parameters that store it."""
+        return name in self.split_layers or name in self.stored_weights
+
+    def store_converted(
         self,
         name: str,
         slices: Slices,
@@ -374,10 +378,10 @@ class ModelWeights:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Assign the values that were read into the tensor of :meth:`allocate` to the parameters that store them.
+        """Convert a slice of a weight to the parameters that store it, and keep this rank's shards of them.
 
         Args:
-            name: see :meth:`allocate`.
+            name: name of a weight of :meth:`is_converted`.
             slices: the slice from :meth:`allocate`.
             values: the tensor from :meth:`allocate`, with the values of the slice.
             device: see :meth:`allocate`.
@@ -394,19 +398,17 @@ class ModelWeights:
             self.put(name, remainder, device, dtype)
             self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
             self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
-        elif name in self.stored_weights and values.numel():
-            self._assign_stored(name, slices[0], values, device)
-        # Any other parameter is complete: its shard was the tensor to read into.
-
-    def _assign_stored(self, name: str, rows: slice, values: torch.Tensor, device: torch.device) -> None:
-        """Convert rows of a full weight to the tensors that store it, and keep this rank's shards of them."""
+            return
+        if not values.numel():  # the last ranks have no rows of a short weight
+            return
         _, stored_weight = self.stored_weights[name]
         for parameter_name, tensor in self._from_full(name, values).items():
-            slices, shard = self._local_shard(parameter_name, device)
+            shard_slices, shard = self._local_shard(parameter_name, device)
             if stored_weight.by_rows:  # the converted tensor begins with the first row that was read
-                shard_rows, *columns = slices
-                slices = (slice(shard_rows.start - rows.start, shard_rows.stop - rows.start), *columns)
-            shard.copy_(tensor[slices])
+                rows, *columns = shard_slices
+                first = slices[0].start
+                shard_slices = (slice(rows.start - first, rows.stop - first), *columns)
+            shard.copy_(tensor[shard_slices])
 
     def _local_shard(
         self, name: str, device: torch.device, dtype: torch.dtype | None = None
@@ -419,7 +421,8 @@ class ModelWeights:
         """Copy this rank's slice of ``value``, a full weight, into the model; see :meth:`allocate`."""
         slices, target = self.allocate(name, device, dtype)
         target.copy_(value[slices])
-        self.assign(name, slices, target, device, dtype)
+        if self.is_converted(name):
+            self.store_converted(name, slices, target, device, dtype)
 
     def load_value(
         self, name: str, value: torch.Tensor, path: Path, device: torch.device, dtype: torch.dtype | None = None

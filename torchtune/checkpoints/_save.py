@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -85,24 +86,39 @@ class TensorSlice:
         return memoryview(data.reshape(-1).view(torch.uint8).numpy())
 
 
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors of a file that are computed and written together.
+class TensorGroup(ABC):
+    """Tensors of a file that are computed and written together, when the file is written.
 
     Attributes:
         specs: full tensors on the meta device, by name in the file.
-        compute: computes the slices that this rank contributes.
         itemsize: bytes of an element.
     """
 
     specs: Mapping[str, torch.Tensor]
-    compute: Callable[[], Iterable[TensorSlice]]
     itemsize: int
 
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> "TensorGroup":
-        """Return the group of one existing full tensor."""
-        return TensorGroup({name: spec_of(tensor)}, lambda: [TensorSlice.of(name, tensor)], tensor.itemsize)
+    @abstractmethod
+    def compute_slices(self) -> list[TensorSlice]:
+        """Compute the slices that this rank contributes."""
+
+
+class ExistingTensor(TensorGroup):
+    """An existing full tensor to write.
+
+    Args:
+        name: name of the tensor in the file.
+        tensor: the tensor.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.specs = {name: spec_of(tensor)}
+        self.itemsize = tensor.itemsize
+        self.name = name
+        self.tensor = tensor
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Return the slice that is the full tensor."""
+        return [TensorSlice.of(self.name, self.tensor)]
 
 
 def aligned(groups: Iterable[TensorGroup]) -> list[TensorGroup]:
@@ -243,7 +259,7 @@ def write_file(file: TensorFile, folder: Path) -> None:
     writer = FileWriter(file, folder)
     try:
         for group in file.groups:
-            writer.write(list(group.compute()))
+            writer.write(group.compute_slices())
         writer.finish()
     finally:
         writer.close()
@@ -251,7 +267,7 @@ def write_file(file: TensorFile, folder: Path) -> None:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write existing tensors to a file."""
-    groups = [TensorGroup.of(name, tensor) for name, tensor in tensors.items()]
+    groups = [ExistingTensor(name, tensor) for name, tensor in tensors.items()]
     write_file(TensorFile(path.name, groups), path.parent)
 
 
@@ -397,10 +413,13 @@ class Saver:
             raise CheckpointError(
                 f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
             )
+        # The first error of computing this rank's slices, if there is one. It is raised after the last round: the other
+        # ranks wait for this one in every round.
         failure: list[Exception] = []
         rounds = self._rounds(job, failure)
         if not in_background:
-            if self._write(job, lambda: rounds, failure):
+            is_saved = self._write(job, rounds, failure)
+            if is_saved:  # an optional checkpoint may be missing, after a warning
                 self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
             return
         stream = None
@@ -414,7 +433,7 @@ class Saver:
             copied = Future()
             copied.set_result(_copy(rounds, stream))
         # The thread takes one task at a time: writing begins after the copy.
-        self._pending = self._thread.submit(self._write, job, copied.result, failure)
+        self._pending = self._thread.submit(self._write, job, _copied_rounds(copied), failure)
         self._copying = copied, job.name, time.monotonic() - start
         # Hooks are removed later: the optimizer iterates over them when it calls them.
         self._hooks = [optimizer.register_step_pre_hook(self._wait_for_copy) for optimizer in optimizers]
@@ -442,17 +461,8 @@ class Saver:
         The ranks write as many files at a time as there are ranks. After an exception, which is stored in ``failure``,
         the rounds continue, because the other ranks wait for this one.
         """
-
-        def compute(group: TensorGroup) -> list[TensorSlice] | None:
-            if failure:
-                return None
-            try:
-                return list(group.compute())
-            except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
-                failure.append(error)
-                return None
-
-        # File i of a batch is written by rank i: in each round, every rank receives one group.
+        # File i of a batch is written by rank i: in each round, every rank receives one group. No variable here has the
+        # slices of a group: the caller frees them while this generator waits for the next round.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
             num_rounds = max(len(file.groups) for file in files)
@@ -460,13 +470,13 @@ class Saver:
                 groups = []
                 for writer, file in enumerate(files):
                     if number < len(file.groups):  # files have different numbers of groups
-                        groups.append(_GroupSlices(file, writer, compute(file.groups[number])))
+                        groups.append(_GroupSlices(file, writer, _compute_slices(file.groups[number], failure)))
                 yield groups
         if job.state_file is not None:
             for group in job.state_file.groups:
-                yield [_GroupSlices(job.state_file, self._ranks.rank, compute(group), is_shared=False)]
+                yield [_GroupSlices(job.state_file, self._ranks.rank, _compute_slices(group, failure), is_shared=False)]
 
-    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> bool:
+    def _write(self, job: Job, rounds: Iterable[_Round], failure: list[Exception]) -> bool:
         """Write a checkpoint, and return whether it was saved; only one that the run needs raises an error."""
         try:
             self._write_or_raise(job, rounds, failure)
@@ -477,7 +487,7 @@ class Saver:
             self._log(f"{job.name} was not saved, training goes on: {error}", logging.WARNING)
             return False
 
-    def _write_or_raise(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+    def _write_or_raise(self, job: Job, rounds: Iterable[_Round], failure: list[Exception]) -> None:
         ranks = self._ranks
         path = job.output_dir / job.name
         checksums: Checksums = {}
@@ -497,7 +507,7 @@ class Saver:
             written: Checksums = {}
             with ranks.raise_on_all():
                 try:
-                    written = self._write_files(job, rounds(), folder)
+                    written = self._write_files(job, rounds, folder)
                     if failure:
                         raise failure[0]
                 except OSError as error:
@@ -575,6 +585,22 @@ class Saver:
         if not is_complete:
             return file, None
         return file, slices
+
+
+def _compute_slices(group: TensorGroup, failure: list[Exception]) -> list[TensorSlice] | None:
+    """Compute this rank's slices of a group; after an error, which is appended to ``failure``, return None."""
+    if failure:
+        return None
+    try:
+        return group.compute_slices()
+    except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
+        failure.append(error)
+        return None
+
+
+def _copied_rounds(copied: Future[list[_Round]]) -> Iterator[_Round]:
+    """Yield the rounds of a finished copy; an error of the copy is raised while files are written, on all ranks."""
+    yield from copied.result()
 
 
 def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtune.checkpoints._directories import STATE_DIR, STRUCTURE
-from torchtune.checkpoints._save import TensorFile, TensorGroup
+from torchtune.checkpoints._save import ExistingTensor, TensorFile
 from torchtune.checkpoints._weight_files import CheckpointError, SafetensorsFiles
 from torchtune.config import RecipeSettingsError
 from torchtune.models import Slices
@@ -175,10 +175,10 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
         shard = _shard_to_write(state_tensor, parameters.of_tensor(state_tensor.path), ranks, turn)
         if shard.is_writer and shard.data.numel():  # an empty shard is in no file
             starts[name] = [dim.start for dim in shard.slices]
-            groups.append(TensorGroup.of(name, shard.data))
+            groups.append(ExistingTensor(name, shard.data))
     for name, state_tensor in generator_tensors.items():
         # Cloned, because training goes on drawing numbers while a save in the background writes them.
-        groups.append(TensorGroup.of(name, state_tensor.tensor.clone()))
+        groups.append(ExistingTensor(name, state_tensor.tensor.clone()))
     metadata = {_VALUES: json.dumps(values), _STARTS: json.dumps(starts)}
     # Ranks compare this signature: their files must hold shards of the same tensors.
     layout = []

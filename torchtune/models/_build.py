@@ -58,9 +58,12 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         >>> len(same.layers)
         2
     """
-    if spec is not None and spec.builder is not None:
+    if spec is not None and spec.builder is not None:  # of a composite model: a decoder with a vision tower
         return spec.builder(description, spec)
-    d = description
+    return _build_decoder(description, spec)
+
+
+def _build_decoder(d: Description, spec: ModelSpec | None) -> TransformerDecoder:
     rope, window_rope = _rotary_embeddings(d)  # the same two objects in all layers
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
     # The order in which modules are built decides about their random weights.
@@ -74,7 +77,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
             projection=nn.Linear(d.embed_dim, width, bias=False),
             norm=_norm(d, d.layer_embed_dim),
         )
-    model = TransformerDecoder(
+    return TransformerDecoder(
         tok_embeddings=embeddings,
         layers=layers,
         max_seq_len=d.max_seq_len,
@@ -86,10 +89,9 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         hidden_scale=d.hidden_scale,
         layer_embeddings=layer_embeddings,
         kv_sources={layer: d.kv_source(layer) for layer in d.shared_kv},
+        description=d,
+        spec=spec,
     )
-    model.description = description
-    model.spec = spec
-    return model
 
 
 def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:

@@ -12,7 +12,10 @@ Reading from files, group by group, only the slice of each tensor that is needed
 
     for group in weight_map.select(names_in_files, description):
         for name in group.tune:
-            group.read(name, slices, target, shapes, read_slice)  # fills target with a slice of our tensor
+            for external_slice in group.external_slices(name, slices, shapes):
+                external_name = group.external[external_slice.external]
+                value = files.read(external_name, external_slice.slices)
+                external_slice.fill(target, value)  # target: the slice of our tensor
 
 or from a stream of full tensors::
 
@@ -288,10 +291,10 @@ class Group:
         """Fill ``target`` with a slice of one of our tensors, reading only the required data.
 
         Args:
-            name: name of our tensor.
-            slices: the slice.
+            name: see :meth:`external_slices`.
+            slices: see :meth:`external_slices`.
             target: tensor with the shape of the slice.
-            shapes: shapes of the external tensors, in the order of ``external``.
+            shapes: see :meth:`external_slices`.
             read_slice: reads a slice of an external tensor, by its name.
         """
         for external_slice in self.external_slices(name, slices, shapes):
@@ -300,7 +303,13 @@ class Group:
             external_slice.fill(target, value)
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
-        """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""
+        """Return the slices of external tensors that form a slice of one of our tensors.
+
+        Args:
+            name: name of our tensor.
+            slices: the slice.
+            shapes: shapes of the external tensors, in the order of ``external``.
+        """
         return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
 

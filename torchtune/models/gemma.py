@@ -53,14 +53,25 @@ gemma_description = partial(
     norm_eps=1e-6,
     tie_word_embeddings=True,
 )
-_gemma = partial(gemma_description, vocab_size=256_000)
 
 SIZES = {
-    "gemma_2b": _gemma(
-        num_layers=18, embed_dim=2048, intermediate_dim=16_384, num_heads=8, num_kv_heads=1, embed_scale=2048**0.5
+    "gemma_2b": gemma_description(
+        vocab_size=256_000,
+        num_layers=18,
+        embed_dim=2048,
+        intermediate_dim=16_384,
+        num_heads=8,
+        num_kv_heads=1,
+        embed_scale=2048**0.5,
     ),
-    "gemma_7b": _gemma(
-        num_layers=28, embed_dim=3072, intermediate_dim=24_576, num_heads=16, num_kv_heads=16, embed_scale=3072**0.5
+    "gemma_7b": gemma_description(
+        vocab_size=256_000,
+        num_layers=28,
+        embed_dim=3072,
+        intermediate_dim=24_576,
+        num_heads=16,
+        num_kv_heads=16,
+        embed_scale=3072**0.5,
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma", SPEC, SIZES)

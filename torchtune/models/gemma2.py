@@ -109,14 +109,15 @@ def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, 
     return FORMAT.describe(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
 
 
-_gemma2 = partial(gemma2_description, vocab_size=256_000)
-
 SIZES = {
-    "gemma2_2b": _gemma2(26, 2304, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
-    "gemma2_9b": _gemma2(42, 3584, intermediate_dim=14_336, num_heads=16, num_kv_heads=8),
-    "gemma2_27b": _gemma2(
+    "gemma2_2b": gemma2_description(26, 2304, vocab_size=256_000, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2_9b": gemma2_description(
+        42, 3584, vocab_size=256_000, intermediate_dim=14_336, num_heads=16, num_kv_heads=8
+    ),
+    "gemma2_27b": gemma2_description(
         46,
         4608,
+        vocab_size=256_000,
         intermediate_dim=36_864,
         num_heads=32,
         num_kv_heads=16,

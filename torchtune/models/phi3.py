@@ -5,7 +5,6 @@ and up projections in another.
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 from torch import Tensor
 
@@ -36,10 +35,8 @@ FORMAT = HFFormat(
 )
 SPEC = family("phi3", FORMAT, hf_names(Identity(), fused=("qkv", "gate_up")), model_types=("PHI3_MINI", "PHI4"))
 
-phi3_description = partial(FORMAT.describe)
-
 SIZES = {
-    "phi3_mini": phi3_description(
+    "phi3_mini": FORMAT.describe(
         vocab_size=32_064,
         num_layers=32,
         embed_dim=3072,
@@ -61,7 +58,7 @@ COMPONENTS = component_builders(
     "phi3",
     "Phi-3",
     SPEC,
-    phi3_description,
+    FORMAT.describe,
     ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
     attn_dropout=0.0,
     norm_eps=1e-5,

@@ -546,9 +546,13 @@ def describe_start(settings: Any, recipe_file: str, dims: ParallelDims, device: 
         "device": device.type,
         "memory_gib": None,
     }
-    config = None  # the file given as `--config` in the command of this process
-    if "--config" in sys.argv:
-        config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve()
+    # The file given in the command of this process, in either spelling.
+    config = None
+    for word, next_word in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if word == "--config":
+            config = Path(next_word).resolve()
+        elif word.startswith("--config="):
+            config = Path(word.removeprefix("--config=")).resolve()
     if config is not None and config.is_file():
         facts["config"] = config
         if config.is_relative_to(CONFIGS):  # a shipped config is named as in `tune run --config`

@@ -76,7 +76,8 @@ def llama4_decoder(
         use_qk_norm: whether queries and keys are normalized per head after RoPE.
         moe_every_n_layers: every n-th layer has experts; by default every layer.
         mlp_hidden_dim: width of feed-forward layers without experts.
-        skip_rope_interval: every n-th layer has no RoPE, and attends to all positions; by default none.
+        skip_rope_interval: every n-th layer has no RoPE, attends to all positions, and scales queries by a factor that
+            grows with the logarithm of their position; by default none.
         attention_chunk_size: size of the chunks of attention in the other layers; by default none.
         use_scaled_rope: whether RoPE has Llama 3.1's scaling, with the following numbers.
         rope_scale_factor: factor of long wavelengths.
@@ -109,6 +110,7 @@ def llama4_decoder(
     if attention_chunk_size:
         config["attention_chunk_size"] = attention_chunk_size
     else:
+        # Without types, layers with RoPE would have the default: chunks of 8192 positions.
         config["layer_types"] = ["full_attention"] * num_layers
     if use_scaled_rope:
         config["rope_scaling"] = {
