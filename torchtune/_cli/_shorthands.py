@@ -59,6 +59,8 @@ _DATASET_BUILDERS = {
     "label_column": ("classification_dataset",),
     "column": ("text_completion_dataset", "prompt_dataset", "classification_dataset"),
 }
+# Beginnings of the settings of a dataset that name what is trained on: a column, or the builder with its columns.
+_NAMES_OF_COLUMNS = ("conversation_column=", "column_map.", "column=", "_component_=")
 # Rows of a hub dataset that are read to find its format.
 _HUB_ROWS = 100
 
@@ -416,9 +418,7 @@ class _DataSettings:
         """Refuse a row that holds two conversations or two answers, unless the command line chooses one."""
         from torchtune.datasets import readings_of
 
-        columns = ("conversation_column=", "column_map.", "column=", "_component_=")
-        is_chosen = any(setting.startswith(columns) for setting in self._dataset_overrides)
-        if is_chosen or row_format.builder not in ("chat_dataset", "instruct_dataset"):
+        if self._names_columns() or row_format.builder not in ("chat_dataset", "instruct_dataset"):
             return
         readings = [reading for reading in readings_of(row) if reading.builder == row_format.builder]
         if len(readings) < 2:
@@ -430,20 +430,25 @@ class _DataSettings:
             f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
 
+    def _names_columns(self) -> bool:
+        """Return whether the command line names what is trained on, columns or a builder."""
+        return any(setting.startswith(_NAMES_OF_COLUMNS) for setting in self._dataset_overrides)
+
     def _format_for_recipe(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
-        from torchtune.datasets import RowFormat, column_map
+        from torchtune.datasets import INSTRUCTIONS, PROMPTS_WITH_ANSWERS, RAW_TEXT, RowFormat, column_map
 
         settings = dict(row_format.settings)
         trained_on = _TRAINED_ON.get(self._recipe)
         if row_format.builder == "embedding_dataset" and self._trains_reranker(settings, row):
             return RowFormat("queries with passages", "reranking_dataset", row_format.settings)
-        is_instruction = row_format.kind == "instructions" and row_format.builder == "instruct_dataset"
-        if trained_on == _PROMPTS and is_instruction:
-            return RowFormat("prompts with answers", "prompt_dataset", (("column", settings["column_map.input"]),))
+        # The kind decides: conversational prompts with completions have the same builder, and are not read as prompts.
+        if trained_on == _PROMPTS and row_format.kind == INSTRUCTIONS:
+            return RowFormat(PROMPTS_WITH_ANSWERS, "prompt_dataset", (("column", settings["column_map.input"]),))
+        # Questions with answers such as "#### 3" (GSM8K) are prompts, and instructions for a supervised recipe.
         is_question = row_format.builder == "prompt_dataset" and settings.get("column") == "question"
         if trained_on == _SUPERVISED and is_question:
-            return RowFormat("instructions", "instruct_dataset", column_map(input="question", output="answer"))
+            return RowFormat(INSTRUCTIONS, "instruct_dataset", column_map(input="question", output="answer"))
         if row_format.builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
             if "column" in settings:
@@ -454,12 +459,12 @@ class _DataSettings:
             if isinstance(row["label"], str):
                 _say("labels", f"are trained as answers; loss={_CLASSIFICATION_LOSS} trains a classifier")
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
-            if not self._dataset_overrides:
+            if not self._names_columns():
                 raise UserError(
                     f"data={self._name}: the labels are no texts, which a language model could answer: add "
                     f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."
                 )
-            return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
+            return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
         return row_format
 
     def _classifier_settings(self, node: Mapping[str, Any]) -> list[str]:
@@ -612,15 +617,16 @@ class _DataSettings:
         from torchtune.datasets import readings_of
 
         rewards = self._config.get("rewards")
+        # Several rewards are the user's own, because any_grpo has one: each may compare with a column of its own.
         if not isinstance(rewards, list) or len(rewards) != 1 or not isinstance(rewards[0], Mapping):
             return []
         is_number = str(rewards[0].get("_component_")).endswith(".NumberMatch")
-        if not is_number or "column" in rewards[0] or "answer" in row:
+        if not is_number or "column" in rewards[0] or "answer" in row:  # the default column is 'answer'
             return []
         for reading in readings_of(row):
             columns = dict(reading.settings)
-            if columns.get("column_map.input") == node.get("column"):
-                column = columns["column_map.output"]
+            column = columns.get("column_map.output")  # a conversation has no column of an answer
+            if column is not None and columns["column_map.input"] == node.get("column"):
                 _say("reward", f"the last number of the answer is compared with that of column '{column}'")
                 return [f"rewards.0.column={column}"]
         raise UserError(

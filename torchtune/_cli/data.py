@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtune._cli._shorthands import changed, dataset_node, expand_shorthands
 from torchtune._cli.subcommand import Subcommand, check_least
-from torchtune.utils import UserError
+from torchtune.utils import UserError, explain_file_limits
 
 if TYPE_CHECKING:
     from torchtune.datasets import Shard
@@ -60,7 +60,7 @@ class DataShow(Subcommand):
         path = Path(args.source).expanduser()
         from torchtune.datasets import is_data_file
 
-        if path.is_dir() or is_data_file(path.name):
+        if path.is_dir() or is_data_file(path.name) or _is_binary(path):  # such as .xlsx, which is refused as rows
             self._show_file(path, args)
             return
         for name in ("tokenizer", "validation"):
@@ -113,6 +113,14 @@ class DataShow(Subcommand):
         config.validate(settings)
         tokenizer = config.instantiate(settings["tokenizer"])
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_length(args.tokenizer))
+
+
+def _is_binary(path: Path) -> bool:
+    """Return whether a path is a file with zero bytes at its beginning, which no config has."""
+    if not path.is_file():
+        return False
+    with explain_file_limits(), path.open("rb") as file:
+        return b"\0" in file.read(4096)
 
 
 def _context_length(checkpoint: str) -> int | None:

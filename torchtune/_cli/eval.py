@@ -234,10 +234,10 @@ def _perplexity_node(data: Path, args: argparse.Namespace) -> dict[str, Any]:
         row_format = torchtune.datasets.format_of(row)
     else:
         row_format = torchtune.datasets.RowFormat("no mappings")
-    if row_format.kind == "prompts with answers" and isinstance(row.get("question"), str):
+    if row_format.kind == torchtune.datasets.PROMPTS_WITH_ANSWERS and isinstance(row.get("question"), str):
         # Instructions with these columns; as prompts, the rows would have no labels.
         settings = torchtune.datasets.column_map(input="question", output="answer")
-        row_format = torchtune.datasets.RowFormat("instructions", "instruct_dataset", settings)
+        row_format = torchtune.datasets.RowFormat(torchtune.datasets.INSTRUCTIONS, "instruct_dataset", settings)
     elif row_format.builder in ("", "prompt_dataset", "preference_dataset", "kto_dataset"):
         raise UserError(
             f"{data}: its rows are {row_format.kind}, but perplexity needs texts or conversations: use --score, or "
@@ -372,17 +372,18 @@ def _format_remarks(evaluations: list[dict[str, Any]], args: argparse.Namespace)
     lines = []
     first = evaluations[0]["answers"]
     last = evaluations[-1]["answers"]
+    # Two models, both with answers: one model is the first and the last, and without --score both have none.
     if first is not last:
         for name in last.scores:
             reference_scores = dict(enumerate(first.scores[name]))  # by row
             model_scores = dict(enumerate(last.scores[name]))
             interval = torchtune.reports.compare_rows(reference_scores, model_scores)
-            if interval:
+            if interval is not None:  # some rows have a score of both models
                 meaning = interval.meaning(less_is_better=False)
                 lines.append(f"{name:<11} {interval}, {interval.pairs:,} rows: {meaning}")
     for result in evaluations:
         answers = result["answers"]
-        if answers is None:
+        if answers is None:  # without --score
             continue
         lines.append(f"answers     {answers.path}")
         limits = {"max_new_tokens": f"--max-new-tokens {args.max_new_tokens}", "context": "the model's context"}

@@ -211,7 +211,7 @@ class Run(Subcommand):
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
-        elif command.recipe.endswith((".yaml", ".yml")):
+        elif command.recipe.endswith((".yaml", ".yml")):  # a config's path: find_config knows names, not paths
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
         if command.recipe is None:  # the config names it
             recipe = recipe_named_by(config)
@@ -219,9 +219,9 @@ class Run(Subcommand):
             recipe = resolve_recipe(command.recipe)
             is_former_name = current_name(command.recipe) != command.recipe
             # The check of the config has to know a former name, which may require settings, as qat_* does. A config of
-            # another method gets no name, because then this is the error to report.
+            # another method must not get the name: that difference is then the error.
             if is_former_name and config is not None and not are_other_methods(command.recipe, recipe_of(config) or ""):
-                command.overrides.insert(0, f"recipe={command.recipe}")
+                command.overrides.insert(0, f"recipe={command.recipe}")  # first: a later recipe= of the user's counts
         if command.help:
             from torchtune.config import describe_settings, settings_of
 

@@ -62,7 +62,10 @@ class TuneCLIParser:
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
         namespace, unparsed = self._parser.parse_known_args(args)
-        # argparse takes the settings of a subcommand only up to its next option.
+        if not unparsed:  # as of `tune run`, which parses its words itself (`takes_tokens`)
+            return namespace
+        # Commands such as `tune cat` have an argument `overrides`, the settings key=value. argparse fills it up to the
+        # next option only: `tune cat CONFIG epochs=2 --sort seed=1` leaves seed=1.
         takes_overrides = hasattr(namespace, "overrides")
         late_overrides = []
         unknown_arguments = []

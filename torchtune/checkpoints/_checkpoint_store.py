@@ -40,7 +40,7 @@ from torchtune.checkpoints._resume import (
     resume_point,
     with_bucket,
 )
-from torchtune.checkpoints._save import Job, Saver, TensorFile
+from torchtune.checkpoints._save import Job, Saver, TensorFile, check_trained_finite
 from torchtune.checkpoints._small_files import check_savable_tokenizer, write_extra_files
 from torchtune.checkpoints._state import RankState, load_state, optimizers_of, rank_state
 from torchtune.checkpoints._weight_files import CheckpointError, find_files, open_weight_files
@@ -461,8 +461,8 @@ class CheckpointStore:
             The checkpoint folder.
 
         Raises:
-            UserError: ``name`` is not ``epoch_N`` or ``step_N``, a trained parameter would not be written, or the disk
-                is full or not writable; earlier checkpoints are unchanged.
+            UserError: ``name`` is not ``epoch_N`` or ``step_N``, a trained parameter would not be written, or is NaN
+                or infinite, or the disk is full or not writable; earlier checkpoints are unchanged.
         """
         check_name(name)
         self._saver.wait()
@@ -475,8 +475,14 @@ class CheckpointStore:
             views[model_name] = SaveView(model, contents_of(contents, model_name), self._ranks, unread)
         exports = []
         files: list[TensorFile] = []
+        trained = {}
         for model_name, view in views.items():
             view.check(resumable=state is not None)
+            prefix = "" if len(views) == 1 else f"{model_name}."
+            for parameter_name in view.trained:
+                trained[f"{prefix}{parameter_name}"] = view.parameters[parameter_name]
+        check_trained_finite(name, trained, self._ranks)
+        for model_name, view in views.items():
             export = export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name))
             exports.append(export)
             files += export.files

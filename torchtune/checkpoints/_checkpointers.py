@@ -11,7 +11,7 @@ from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, shard_files
 from torchtune.checkpoints._full_state_dicts import StateDictMethods
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
-from torchtune.checkpoints._save import ExistingTensor
+from torchtune.checkpoints._save import ExistingTensor, check_trained_finite
 from torchtune.checkpoints._small_files import save_tokenizer, write_extra_files
 from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
@@ -308,9 +308,15 @@ class ModuleCheckpointer(CheckpointStore):
             The checkpoint folder.
 
         Raises:
-            UserError: the state dict cannot be written, or the disk is full or not writable.
+            UserError: the state dict cannot be written, a trained parameter is NaN or infinite, or the disk is full or
+                not writable.
         """
         self._saver.wait()
+        trained = {}
+        for parameter_name, parameter in models.named_parameters():
+            if parameter.requires_grad:
+                trained[parameter_name] = parameter
+        check_trained_finite(name, trained, self._ranks)
         tensors = [ExistingTensor(key, tensor) for key, tensor in _state_dict(models).items()]
         files, index = shard_files(tensors, max_shard_bytes)
 

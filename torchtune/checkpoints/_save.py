@@ -48,6 +48,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Dtypes of weights that an optimizer may make NaN or infinite.
+_CHECKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,6 +269,46 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write existing tensors to a file."""
     groups = [ExistingTensor(name, tensor) for name, tensor in tensors.items()]
     write_file(TensorFile(path.name, groups), path.parent)
+
+
+def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    """Check before a save that no trained weight is NaN or infinite. A collective.
+
+    Steps with such a loss or gradient are skipped, but an optimizer may compute such weights from finite gradients, for
+    example with a learning rate of 1e30, and the loss of infinite weights may be finite.
+
+    Args:
+        name: name of the checkpoint.
+        parameters: the trained parameters, by name.
+        ranks: all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if a weight of any of them is not finite.
+    """
+    checked_names = []
+    are_finite = []  # a bool on the device each
+    for parameter_name, parameter in parameters.items():
+        values = parameter.detach()
+        if hasattr(values, "device_mesh"):
+            values = values.to_local()  # each rank checks its shard
+        is_plain = type(values) is torch.Tensor  # other classes of tensors may lack the operation
+        if is_plain and values.dtype in _CHECKED_DTYPES and values.numel():
+            # They need no memory, unlike a mask. Both are NaN if any value is.
+            extremes = torch.stack(torch.aminmax(values))
+            checked_names.append(parameter_name)
+            are_finite.append(torch.isfinite(extremes).all())
+    broken = []
+    if are_finite:
+        # All at once, so that the host waits for the device once. Parts of a model may be on several devices.
+        flags = torch.stack([is_finite.to(are_finite[0].device) for is_finite in are_finite]).tolist()
+        broken = [checked_name for checked_name, is_finite in zip(checked_names, flags, strict=True) if not is_finite]
+    broken_on_any = sorted({broken_name for names in ranks.gather(broken) for broken_name in names})
+    if broken_on_any:
+        raise CheckpointError(
+            f"{name}: {len(broken_on_any)} of {len(parameters)} trained parameters have values that are NaN or "
+            f"infinite, such as '{broken_on_any[0]}', so that nothing is saved: go on from an earlier checkpoint, or "
+            "start anew, with a lower learning rate."
+        )
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,9 @@ _NEARLY_EQUAL = 0.8  # similarity of a name of another section that is worth a s
 class Checker:
     """Checker of one document: mistakes are collected, and ``raise_mistakes`` raises them together.
 
-    Values are checked first, which imports nothing. Their components are queued, and are imported only while there are
-    fewer mistakes than a message lists.
+    The steps, in this order: ``check_fields`` checks the values, which imports nothing, and queues their components.
+    ``check_components`` imports these, while there are fewer mistakes than a message lists, and converts their
+    arguments. ``raise_mistakes`` raises. ``build_settings`` then builds the dataclass.
 
     Names in the recipe's file are qualified by its module: other parts of the library, which build components of the
     settings, cannot know the recipe.
@@ -91,7 +92,8 @@ class Checker:
         for name, setting in settings.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
-        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields.
+        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields. This
+        # instance is only for these tests: the arguments of its components are not converted yet.
         if self._count_mistakes() == mistakes_before:
             try:
                 instance = build_settings(cls, values)
@@ -116,7 +118,8 @@ class Checker:
     def check_value(self, path: KeyPath, value: Any, annotation: Any) -> Any:
         """Check ``value`` against ``annotation``, note every mistake, and return the value in its final type.
 
-        Component nodes are queued and returned unchanged; dataclasses stay plain mappings.
+        A component node is queued and returned itself, not a copy: ``check_components`` converts its arguments in
+        place. Dataclasses stay plain mappings.
         """
         base, extras = split_annotated(annotation)  # int and (Range(min=1),) of Annotated[int, Range(min=1)]
         if isinstance(value, str) and UNRESOLVED in value:
@@ -242,7 +245,7 @@ class Checker:
         self.queue.append((path, node, runtime_args))
 
     def check_components(self) -> None:
-        """Check the queued components against their signatures."""
+        """Check the queued components against their signatures, and convert their arguments in their nodes."""
         while self.queue and len(self.document.mistakes) < MAX_MISTAKES:
             path, node, runtime_args = self.queue.pop(0)
             self._check_component(path, node, runtime_args)
@@ -306,7 +309,7 @@ class Checker:
         runtime_args: RuntimeArgs | None,
         bound: dict[str, str],
     ) -> None:
-        """Check the arguments in YAML; ``bound`` are the parameters that runtime arguments fill."""
+        """Check and convert the arguments in YAML; ``bound`` are the parameters that runtime arguments fill."""
         name = as_written(node["_component_"])
         for key, value in list(node.items()):
             argument_path = (*path, key)
@@ -355,8 +358,8 @@ class Checker:
         return True
 
     def raise_mistakes(self) -> None:
-        """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
-        self.check_components()
+        """Raise ``ConfigError`` if there are mistakes."""
+        # Now, because the suggestions for unknown keys are among the accepted names of all components.
         self._add_unknown_and_missing()
         self.document.check()
 
@@ -471,10 +474,18 @@ def _convert_component_nodes(value: Any, annotation: Any) -> Any:
             return OmegaConf.create(value)
         if isinstance(value, dict) and dataclasses.is_dataclass(origin):
             return build_settings(origin, value)
-        if isinstance(value, dict) and origin is dict and len(args) == 2:
+        if isinstance(value, dict) and origin in (dict, Mapping) and len(args) == 2:
             return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
-        if isinstance(value, list) and origin is list and args:
+        if isinstance(value, list) and origin in (list, Sequence) and args:
             return [_convert_component_nodes(item, args[0]) for item in value]
         if isinstance(value, list) and origin is tuple:
-            return tuple(value)
+            if not args:
+                return tuple(value)
+            item_annotations = args
+            if args[-1] is Ellipsis:  # tuple[X, ...], of any length
+                item_annotations = [args[0]] * len(value)
+            items = []
+            for item, item_annotation in zip(value, item_annotations, strict=True):
+                items.append(_convert_component_nodes(item, item_annotation))
+            return tuple(items)
     return value

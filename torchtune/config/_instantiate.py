@@ -203,6 +203,7 @@ def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
     """Build a config from the output of ``to_dict``. Raises ``ConfigError`` with every mistake in ``data``."""
     checker = Checker(Document(dict(data)))
     values = checker.check_fields((), checker.document.data, cls)
+    checker.check_components()
     checker.raise_mistakes()
     return build_settings(cls, values)
 

@@ -189,7 +189,8 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     try:
         values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
-        checker.raise_mistakes()  # imports the components of the settings and checks their arguments, too
+        checker.check_components()  # imports them, and converts their arguments inside `values`
+        checker.raise_mistakes()
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
             for key in checker.notes:
@@ -332,6 +333,7 @@ def validate(cfg: Any) -> None:
     interpolate(document, {})
     checker = Checker(document)
     checker.visit_components((), document.data)
+    checker.check_components()
     checker.raise_mistakes()
 
 

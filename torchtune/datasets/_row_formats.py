@@ -348,7 +348,9 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
         return None
     if "text" in row:
         return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
-    if len(row) == 1:
+    # A text in the column of a conversation is one that cannot be read, such as a list that Python has printed.
+    conversation_columns = {name for _, _, name in STYLES.values()}
+    if len(row) == 1 and texts[0] not in conversation_columns:
         return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", texts[0]),))
     return None
 

@@ -137,9 +137,10 @@ def _packable(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if type(module) not in (nn.Linear, LoRALinear) or id(module) in not_called:
             continue
-        has_own_forward = "forward" in vars(module)
+        has_own_forward = "forward" in vars(module)  # packed already, or wrapped: _Packed would replace the wrapper
+        # _Packed adds the adapter's product without a cast.
         has_one_dtype = getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
-        is_shared = users[id(module.weight)] > 1
+        is_shared = users[id(module.weight)] > 1  # the other module would read the emptied weight
         if not has_own_forward and has_one_dtype and not is_shared and _is_plain(module.weight):
             layers.append(module)
     return layers

@@ -129,7 +129,7 @@ class Fields:
         elif name in _WHOLE or type(default) is int:
             most = _WHOLE.get(name, _LARGEST)
             self._expect(is_whole(value, most), name, value, f"a whole number from 0 to {most:,}")
-            return int(value)
+            return int(value)  # 8.0 is a whole number, too
         elif type(default) is float:
             self._expect(is_number(value), name, value, "a finite number")
         elif type(default) is bool:  # published files have numbers in some of these fields, of which 0 is false

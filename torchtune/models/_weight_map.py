@@ -137,7 +137,8 @@ class Op(ABC):
         ends = list(accumulate(shape[0] for shape in shapes))
         numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
         rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()  # order: rows of our slice
-        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)  # external tensor of each row
+        # External tensor of each row; right=True, because row ends[i] is the first one of tensor i + 1.
+        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)
         # Each run of consecutive rows of one tensor is read at once.
         breaks = (rows.diff() != 1) | (tensors.diff() != 0)
         cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
@@ -476,7 +477,8 @@ class WeightMap:
                 yield from zip(group.external, converted, strict=True)
             for tie in table.tied:
                 if tie.write and tie.source == name:
-                    yield tie.external, tensor.clone()
+                    yield tie.external, tensor.clone()  # two names of one tensor would share its memory
+        # As in to_tune, an incomplete group is an error even with ``partial``.
         required = waiting if partial else table.groups
         for group in required:
             for name in group.tune:
@@ -634,7 +636,7 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
             if layer is not None:
                 numbers[placeholder] = layer
             if placeholder == "layer":
-                numbers |= description.other_numbers(layer)
+                numbers |= description.other_numbers(layer)  # if the other format counts layers in other ways
             external: list[str] = []
             for template in row.external_templates:
                 external += _fill(template, description, **numbers)

@@ -130,10 +130,12 @@ class GemmaChatTemplate(PromptTemplateInterface):
         With ``inference`` a final assistant turn stays open.
 
         Raises:
-            DataError: a role is not ``system``, ``user`` or ``assistant``, or a message has an image.
+            DataError: a role is not ``system``, ``user`` or ``assistant``, no turn of the user follows a system
+                message, or a message has an image.
         """
         messages = as_messages(messages)
         formatted = []
+        # Parts of a text that touch are joined, because a tokenizer may merge characters across their border.
         system: list[str] = []  # parts of the system text, until the next user turn
         for i, message in enumerate(messages):
             if message.contains_media:
@@ -142,7 +144,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
                 raise DataError(f"Gemma's layout has no place for a turn of '{message.role}'.")
             texts = [item["content"] for item in message.content]
             if message.role == "system":
-                system = _joined(texts, ["\n\n"])
+                system = _joined(system, _joined(texts, ["\n\n"]))
                 continue
             texts = _stripped(texts)
             if message.role == "user":
@@ -151,10 +153,12 @@ class GemmaChatTemplate(PromptTemplateInterface):
             before, after = self.template[message.role]
             texts = _joined([before], texts)
             is_open = inference and message.role == "assistant" and i == len(messages) - 1
-            if not is_open:
+            if not is_open:  # the model continues an open turn
                 texts = _joined(texts, [after])
             content = [{"type": "text", "content": text} for text in texts]
             formatted.append(Message(role=message.role, content=content, masked=message.masked))
+        if system:
+            raise DataError("Gemma's layout has no place for a system message without a later turn of the user.")
         return formatted
 
 

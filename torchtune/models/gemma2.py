@@ -83,7 +83,14 @@ SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=(
 
 
 def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
-    """Make a description with Gemma 2's settings; ``numbers`` are further fields."""
+    """Make a description with Gemma 2's settings.
+
+    Args:
+        num_layers: number of layers.
+        embed_dim: width of the residual stream.
+        full_every: every n-th layer has full attention, the others a sliding window.
+        **numbers: further fields, which replace Gemma 2's; with ``window`` 0 or None, no layer has a window.
+    """
     common = {
         "head_dim": 256,
         "max_seq_len": 8192,

@@ -194,9 +194,10 @@ def phi3_hf_to_tune(
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         dim: width of the residual stream; by default that of the weights.
     """
-    num_heads = num_heads or 1
+    num_heads = num_heads or 1  # one head as wide as the model, for queries, keys and values of equal sizes
     embed_dim = dim or 4096
-    intermediate_dim = 1
+    intermediate_dim = 1  # of a state dict without feed-forward layers
+    # The conversion splits fused projections by these sizes, which all layers share.
     for name, tensor in state_dict.items():
         if name.endswith("gate_up_proj.weight"):  # [2 * intermediate_dim, embed_dim]
             intermediate_dim = tensor.shape[0] // 2

@@ -388,11 +388,11 @@ class RolloutRecord:
         for i, rollout in enumerate(scored.rollouts):
             group, sample = divmod(i, num_samples)
             prompt = scored.prompts[group]
-            if prompt.is_blank:
+            if prompt.is_blank:  # fills the batch of a rank with fewer prompts
                 continue
-            # Later samples of an episode have earlier turns in their prompt.
-            first_sample = rollout.parts[0]
-            prompt_tokens = first_sample.tokens[: first_sample.prompt_len].tolist()
+            # Later parts of an episode have earlier turns in their prompt.
+            first_part = rollout.parts[0]
+            prompt_tokens = first_part.tokens[: first_part.prompt_len].tolist()
             rewards = {}
             for name, values in scored.parts.items():
                 rewards[name] = _json_number(values[i])

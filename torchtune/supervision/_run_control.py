@@ -384,7 +384,7 @@ class RunControl:
         # After a signal, the checkpoint is that of a step, from which the run goes on.
         is_epoch_checkpoint = epoch_ends and saves_epochs and (self.finished or self.exit_code == 0)
         if is_due or is_epoch_checkpoint:
-            self._saved_at = self._clock()
+            self._saved_at = self._clock()  # from here, the next interval is measured
         if not (is_due or is_epoch_checkpoint or self.finished):
             return None
         self._settle()  # so that the state of the checkpoint is decided

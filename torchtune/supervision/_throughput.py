@@ -85,6 +85,7 @@ class Throughput:
             def prepare_mfu() -> None:
                 self._peak_flops = _peak_flops(model, device)
                 if self._peak_flops is not None:
+                    # The losses of recipes compute the logits of labeled tokens alone.
                     self._flops = count_flops(model, labels_only=True)
 
             self._guard.call(prepare_mfu)
@@ -92,7 +93,7 @@ class Throughput:
         self._expert_load = None
         if model is not None:
             self._expert_load = _expert_load(model)
-        self.activity = watched_activity() or Activity(step)
+        self.activity = watched_activity() or Activity(step)  # that of the watchdog, if there is one
         self.activity.step = step
         self.activity.move("training")
         self.processed = 0

@@ -148,9 +148,12 @@ def test_user_error_has_no_traceback(tune, folder):
         (("own.py", "--config", "mapped.yaml"), "mapped.yaml:2: recipe: must be the name or the path of a recipe"),
         (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "--nproc-per-nodes: unknown option"),
         (("own.yaml",), "tune run --config own.yaml"),
+        (("rows.jsonl", "--config", "own.yaml"), "rows.jsonl is not a recipe, which is a Python file"),
+        (("x" * 300, "--config", "own.yaml"), "there is no recipe 'xxx"),
     ],
 )
 def test_invalid_command_lines_are_refused(tune, folder, command, said):
+    (folder / "rows.jsonl").write_text('{"text": "red"}\n')
     result = tune("run", *command)
     assert result.code == 2
     assert said in result.err

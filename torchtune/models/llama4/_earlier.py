@@ -102,7 +102,7 @@ def llama4_decoder(
         "num_experts_per_tok": experts_per_token,
         "use_qk_norm": use_qk_norm,
         "interleave_moe_layer_step": moe_every_n_layers or 1,
-        "no_rope_layers": [1] * num_layers,
+        "no_rope_layers": [1] * num_layers,  # despite the name, 1 is a layer with RoPE
     }
     if skip_rope_interval:
         for layer in range(skip_rope_interval - 1, num_layers, skip_rope_interval):
@@ -121,7 +121,7 @@ def llama4_decoder(
             "original_max_position_embeddings": old_context_len,
         }
     description = SPEC.from_hf_config(config)
-    if not use_shared_expert:
+    if not use_shared_expert:  # which a config.json cannot express
         description = replace(description, shared_expert_dim=0)
     return build(description, SPEC)
 
@@ -282,6 +282,7 @@ def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
             {
                 "language_model": decoder_trainable,
                 "vision_tower": encoder_trainable,
+                # As in earlier releases; adapt_parts itself adapts a projector whatever the flag.
                 "projector": fusion_trainable if apply_lora_to_output else "frozen",
             },
             lora_attn_modules=lora_attn_modules,

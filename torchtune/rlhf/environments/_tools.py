@@ -132,7 +132,7 @@ def _schema(hint: Any) -> dict[str, Any]:
         is_optional = len(value_types) == 1 and len(arguments) == 2
         if not is_optional:
             return {}
-        return {**_schema(value_types[0]), "nullable": True}
+        return {**_schema(value_types[0]), "nullable": True}  # `_fits` then accepts null
     if origin is Literal:
         return {**_schema(type(arguments[0])), "enum": list(arguments)}
     json_type = _JSON_TYPES.get(origin or hint)
