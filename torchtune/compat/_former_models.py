@@ -252,12 +252,13 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
             losses: list[Tensor] = []
             total, count = sum_and_count(*args, row_losses=losses, **kwargs)
             recorded.extend(losses)
-            if row_losses is not None:
+            if row_losses is not None:  # the list of a caller with the present interface
                 row_losses.extend(losses)
             return total, count
 
         return record
 
+    # Methods of the classes, because the block does not name its loss; all are read before one is replaced.
     methods = {kind: kind.sum_and_count for kind in (CEWithChunkedOutputLoss, LinearCrossEntropyLoss, LogitsLoss)}
     for kind, method in methods.items():
         kind.sum_and_count = recording(method)
