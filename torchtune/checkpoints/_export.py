@@ -235,7 +235,7 @@ class SaveView(ModelWeights):
         if self._unread is not None:
             present = self._unread.present(self, {name, *merge_inputs})
         with present:
-            parameter = self.parameters.get(name)
+            parameter = self.parameters.get(name)  # inside the block: reading replaces the parameter
             if merge_inputs:
                 weight = self._merged(name, merge_inputs)
             elif name in self.stored_weights:
@@ -475,6 +475,7 @@ def adapter_tensors(
     spec, description = view.spec_and_description
     prefixes = {}
     if enclosing is not None:
+        # Those of most families follow from the prefixes of the tensors in files.
         prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
     weight_map = spec.weight_map("hf")
     adapter_groups = view.adapter_groups
