@@ -404,7 +404,7 @@ def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: P
 def resume_candidates(output_dir: Path, *, is_only_place: bool) -> list[Path]:
     """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
 
-    Leftovers of an interrupted save are deleted.
+    Leftovers of an interrupted save are deleted; a checkpoint that it had moved aside, to replace it, is restored.
 
     Args:
         output_dir: folder of the run.

@@ -336,7 +336,7 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
         settings = read_json(path)
     else:
         config = read_json(folder / "config.json")
-        config.update(config.get("text_config", {}))
+        config.update(config.get("text_config", {}))  # of a composite model, where the ids may be
         settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     published = settings.get("eos_token_id")
     if published is None:
@@ -347,6 +347,7 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
     stop_tokens = getattr(tokenizer, "stop_tokens", ())
     turn_ends = getattr(tokenizer, "turn_ends", ())
     stops = list(dict.fromkeys([*published, *stop_tokens, *turn_ends]))  # once each
+    # A file that lists the tokens already stays as it is.
     if stops and (stops != published or not path.is_file()):
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         write_json(path, settings)

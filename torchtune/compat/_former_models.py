@@ -367,7 +367,7 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
                 numbers.append(int(number))
             except ValueError as error:
                 raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
-        if len(numbers) > 3 or numbers == [None]:
+        if len(numbers) > 3 or numbers == [None]:  # more than two colons, or an empty part
             raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.")
         if len(numbers) > 1:
             for index in range(length)[slice(*numbers)]:

@@ -209,7 +209,7 @@ def get_context_parallel_manager(
     if not enabled:
         return lambda buffers: contextlib.nullcontext()
     mesh = world_mesh["cp"]
-    _check_heads(model, mesh.size())
+    _check_heads(model, mesh.size())  # before the model is changed
     shard_sequences(model, mesh.get_group())
 
     @contextlib.contextmanager
@@ -388,7 +388,7 @@ class RunReport:
     """
 
     def __init__(self, recipe: Any) -> None:
-        # Two rooms that nothing else in this file needs.
+        # Two packages that nothing else in this file needs.
         from torchtune import reports
         from torchtune.rlhf.loss import KTOLoss
 
