@@ -460,7 +460,7 @@ def search_words() -> set[str]:
 
 
 def suggest_configs(name: str) -> str:
-    """Return a hint for an unknown config name: the closest names of its family, a corrected spelling, or ""."""
+    """Return a hint for an unknown config name: why there is none, similar names, a corrected spelling, or ""."""
     reason = reason_without_config(name)
     if reason is not None:
         return f"{reason}."

@@ -245,6 +245,8 @@ def _packages(findings: Findings) -> list[str]:
         extras = set()  # the extras that need it; none if the library itself does
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             extras = {name for name in names if requirement.marker.evaluate({"extra": name})}
+            if not extras:  # for another platform or Python
+                continue
         # An extra may require other extras of torchtune itself, whose packages are listed, too.
         if requirement.name == "torchtune" or requirement.name in kernels or (extras and extras <= _DEVELOPMENT):
             continue

@@ -295,7 +295,6 @@ class ImportedConfig:
             interval = settings["val_interval"] or data.get("log_every_n_steps", 1)
         elif strategy == "epoch" or (strategy is None and settings["validates"]):
             interval = "epoch"
-        # Without a strategy and an interval, the interval stays None: validation is not asked for.
         is_off = strategy in (False, "no")  # YAML 1.1 reads no as false
         if is_off:
             self.covered["eval_strategy"] = "nothing is validated"
@@ -304,7 +303,7 @@ class ImportedConfig:
         validation_nodes = self._validation_nodes(nodes, reader, settings, is_asked=interval is not None)
         if not validation_nodes:
             if interval is not None:
-                data["run_val_every_n_steps"] = None
+                data["run_val_every_n_steps"] = None  # a key to fill in
                 self.without_counterpart["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
             self._leave_out_choices_by_validation("it needs validation data: set dataset_val")
             return

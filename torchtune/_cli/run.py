@@ -76,11 +76,14 @@ def parse_command(tokens: list[str]) -> Command:
     num_options = 0
     if other_tokens and other_tokens[0].startswith("-"):
         # torchrun takes the first word that is no option or value for its script, and leaves all after it.
-        parsed = torchrun_parser(USAGE).parse_args([*other_tokens, "<end>"])
+        # Two words stand behind them: one for the script if there is no recipe, one for an option without its value.
+        parsed = torchrun_parser(USAGE).parse_args([*other_tokens, "<end>", "<end>"])
         for name, option in _CONFLICTING_OPTIONS.items():
             if getattr(parsed, name, False):
                 raise UserError(f"{option}: `tune run` takes the name or path of a recipe: remove the option.")
-        num_options = len(other_tokens) - len(parsed.training_script_args)
+        num_options = len(other_tokens) + 1 - len(parsed.training_script_args)
+        if num_options > len(other_tokens):
+            raise UserError(f"{other_tokens[-1]}: the option lacks its value.")
     command.torchrun = other_tokens[:num_options]
     overrides = other_tokens[num_options:]
     if overrides and not _is_override(overrides[0]):
@@ -90,7 +93,8 @@ def parse_command(tokens: list[str]) -> Command:
             if "=" not in token and not value.startswith("-") and not _is_override(value):
                 token = f"{token} {value}".rstrip()  # the option with its value, as it is to be moved
             raise UserError(
-                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} "
+                f"{command.recipe or 'RECIPE'} …"
             )
         if not _is_override(token):
             raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")

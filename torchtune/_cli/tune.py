@@ -62,7 +62,7 @@ class TuneCLIParser:
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
         namespace, unparsed = self._parser.parse_known_args(args)
-        if not unparsed:  # as of `tune run`, which parses its words itself (`takes_tokens`)
+        if not unparsed:  # always of `tune run`, whose parser takes all words as tokens (`takes_tokens`)
             return namespace
         # Commands such as `tune cat` have an argument `overrides`, the settings key=value. argparse fills it up to the
         # next option only: `tune cat CONFIG epochs=2 --sort seed=1` leaves seed=1.

@@ -297,7 +297,8 @@ def adapted_modules(
 def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rank_pattern`` and ``alpha_pattern`` of modules with another rank or alpha than the default.
 
-    These are layers with numbers of their own, and fused projections, which have the sums over their projections.
+    These are layers with numbers of their own, and fused projections, whose rank is the sum over their projections,
+    and whose alpha keeps the scale.
     """
     default = settings.get("r"), settings.get("lora_alpha")
     has_patterns = bool(settings.get("rank_pattern") or settings.get("alpha_pattern"))

@@ -344,8 +344,9 @@ def pre_tokenizers() -> dict[str, Callable[[], Any]]:
         return ByteLevel(add_prefix_space=False)
 
     return {
-        "default": gpt2,
         "gpt-2": gpt2,
+        # Of files that do not say more: llama.cpp splits their numbers and punctuation in another way than GPT-2's.
+        "default": gpt2,
         "smollm": lambda: Sequence([Digits(individual_digits=True), gpt2()]),
         "llama-bpe": lambda: split(_LLAMA3_SPLIT),
         "qwen2": lambda: split(_QWEN2_SPLIT),
@@ -369,7 +370,7 @@ def _special_ids(file: GGUFFile) -> dict[str, int]:
 def _read_pre_tokenizer_name(file: GGUFFile) -> str:
     """Return the ``tokenizer.ggml.pre`` of a file. Raises ``CheckpointError`` if it is not known."""
     pre = file.get("tokenizer.ggml.pre")
-    if pre is None:
+    if pre is None or pre == "default":
         get_logger().warning(
             f"{file.path} does not say how text is cut before it is merged: it is cut as for GPT-2; compare some ids "
             "with the original tokenizer, or put its tokenizer.json beside the file."

@@ -615,7 +615,7 @@ def _pre_tokenizer_name(tokenizer: Any) -> str | None:
         return None
     # Compare results: one pre-tokenizer can be written in several ways.
     cuts = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in _PROBES]
-    for name, make_pre_tokenizer in pre_tokenizers().items():
+    for name, make_pre_tokenizer in pre_tokenizers().items():  # "gpt-2" before "default", which is equal here
         pre_tokenizer = make_pre_tokenizer()
         if [pre_tokenizer.pre_tokenize_str(text) for text in _PROBES] == cuts:
             return name

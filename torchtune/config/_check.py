@@ -93,8 +93,10 @@ class Checker:
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
         # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields. This
-        # instance is only for these tests: the arguments of its components are not converted yet.
-        if self._count_mistakes() == mistakes_before:
+        # instance is only for these tests: the arguments of its components are not converted yet. If a reference could
+        # not be resolved, a mistake from before, its value is a text.
+        has_unresolved = any(isinstance(value, str) and UNRESOLVED in value for value in values.values())
+        if self._count_mistakes() == mistakes_before and not has_unresolved:
             try:
                 instance = build_settings(cls, values)
                 if hasattr(instance, "check"):

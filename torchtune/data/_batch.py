@@ -685,7 +685,7 @@ def _num_shared(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]],
     """Return the number of leading tokens that documents share as a prefix; 0 if copies of their keys would not pay.
 
     Args:
-        columns: values of the tokens in which the documents are compared, ``[s, values]`` each.
+        columns: values of the tokens in which the documents are compared, the labels among them, ``[s, values]`` each.
         spans: start and length of each document.
         is_label: whether a token must not be in a prefix, bool ``[s]``; None for no such token.
     """
@@ -702,7 +702,7 @@ def _num_shared(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]],
     if is_label is not None:
         is_shared_label = is_label[first_start : first_start + num_shared]
         if is_shared_label.any():
-            num_shared = int(is_shared_label.argmax())  # up to the first label
+            num_shared = int(is_shared_label.argmax())
     if num_shared < MIN_SHARED:
         return 0
     return num_shared

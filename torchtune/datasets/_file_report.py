@@ -469,7 +469,7 @@ def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
 def _inspect(
     facts: FileFacts, number: int, row: Mapping[str, Any], row_format: RowFormat, chosen: Mapping[str, Any]
 ) -> None:
-    """Add the facts about a row."""
+    """Add the facts about a row; ``chosen`` are settings of the dataset, see :func:`scan`."""
     facts.read += 1
     facts.formats[row_format] += 1
     facts.firsts.setdefault(row_format, number)

@@ -126,14 +126,15 @@ class FileReader:
     def _rows(self, file_index: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
         """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it.
 
-        ``offset`` counts unpacked bytes. Blank lines are not rows, but count as lines.
+        ``offset`` counts decompressed bytes. Blank lines are not rows, but count as lines.
         """
         path = self.paths[file_index]
         format = self._formats[file_index]
         if offset == 0:
             offset, lines_before = format.start  # behind a header, if the format has one
         is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
-        end: int | None = None  # the end of an unpacked file is not known before
+        # Unknown for a compressed file, and for a JSON array, whose rows become lines in memory.
+        end: int | None = None
         if is_plain:  # a file that grows is read up to its first size
             end = self._sizes[file_index]
         rows: list[Row] = []

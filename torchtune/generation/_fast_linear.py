@@ -148,15 +148,15 @@ def _packable(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
-    """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
+    """Context manager in which linear layers on CPU, plain or with LoRA, run in oneDNN, without gradients.
 
     Layers of other classes, dtypes and devices and sharded layers do not change; under autocast, no layer changes.
     Compiled layers run uncompiled. Nested contexts for the same model have no effect.
 
     Args:
         model: a decoder with ``layers`` and ``output``, in evaluation mode.
-        pack: convert the weights to oneDNN's layout; if False, no layer changes. Parameters are empty until the
-            context ends and restores them bit by bit. At most one weight exists twice at a time. The conversion back
+        pack: convert the weights to oneDNN's layout; if False, no weight is converted. Parameters are empty until the
+            context ends and restores them exactly. At most one weight exists twice at a time. The conversion back
             and forth takes as long as 5 to 10 decoding steps.
 
     Raises:

@@ -150,7 +150,10 @@ class Fields:
     def list_of(
         self, name: str, num_layers: int, value_type: type, default: list[Any] | None = None
     ) -> list[Any] | None:
-        """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
+        """Return a list field (one value per layer, or layer indices), or the default if the field is absent.
+
+        ``num_layers`` is only named in the error: the length is not checked.
+        """
         values = self.take(name, None)
         if values is None:
             return default

@@ -446,7 +446,7 @@ class LatentAttention(MultiHeadAttention):
     ) -> Tensor:
         """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
         y = x if y is None else y
-        q = self._queries(x, input_pos, rope)  # [b, s, n, h]
+        q = self._queries(x, input_pos, rope)  # [b, s, n, h], scaled already
         latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
         latent = self.kv_down_norm(latent)  # [b, t, c]
         # Rotation takes heads, [b, t, 1, r]: all heads share these channels.

@@ -86,14 +86,15 @@ class BestValidation:
         NaN of a metric other than ``val_loss`` means that it could not be measured: the validation does not count.
 
         Raises:
-            ValidationMetricError: the first validation lacks the metric, and its name is that of a validation metric.
+            ValidationMetricError: the validation lacks the metric, whose name is that of a validation metric, and there
+                is no best yet.
         """
         if self.metric is None:
             return False
         if self.metric not in metrics and self.is_own_metric(self.metric):
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
-        # Later validations may lack it: they count as not better, and do not end a run that has a best.
+        # Later validations may lack it: once there is a best, they count as not better, which is no error.
         if self._best is None and self.metric not in metrics:
             suggestion = ""
             similar_name = nearest(self.metric, metrics)

@@ -115,7 +115,7 @@ class RunControl:
         self._throughput: Throughput | None = None
         self._loader: BatchLoader | None = None
         self._epochs = 0
-        self._counts: list[int] | None = None  # tokens, labels and terms of the next step
+        self._counts: list[float] | None = None  # tokens, labels and terms of the next step
         self._should_save = False
         self._exchange: LateExchange | None = None  # of the last step, if its metrics are not settled
         self._late_metrics: LateMetrics | None = None  # of the last step
@@ -195,8 +195,8 @@ class RunControl:
         norm_of_main = 0.0
         if grad_norm is not None:
             norm_is_bad = ~torch.isfinite(torch.as_tensor(grad_norm))
-            # All ranks have the same norm: the sum over ranks is that of the main one. It is in the message so that the
-            # host does not wait for it a second time.
+            # Ranks have the same norm, unless a device fails: the sum over ranks is that of the main one. It is in the
+            # message so that the host does not wait for it a second time.
             if self._dims.is_main:
                 norm_of_main = grad_norm
         next_counts = None
@@ -222,7 +222,6 @@ class RunControl:
             counts = sums[:3]
             values = sums[3:]
             norm_is_bad, *requests = flags  # on any rank
-        # What all ranks have sent.
         has_new_names, *requests = requests
         new_sums = []
         if has_new_names:  # usually in the first step
@@ -238,7 +237,7 @@ class RunControl:
             norm, loss, *sums = values
             metrics = {"loss": loss, **means_of(names, sums + new_sums)}
             step_metrics.record(step, metrics)
-            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # another rank sent the flag for its own
+            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # it was not finite on another rank
                 metrics["grad_norm"] = math.nan
             elif grad_norm is not None:
                 metrics["grad_norm"] = norm

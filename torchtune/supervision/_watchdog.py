@@ -179,7 +179,8 @@ class Watchdog:
             return
         loss = None
         if is_connection_error(error) and self._heartbeats is not None:
-            # The search takes time, which is no stall: both of its limits together are below the timeout.
+            # The search takes time, which is no stall: its limits for the silence of a rank and for the first answer of
+            # the store are together below the timeout.
             self._activity.sign()
             lost_beats = self._heartbeats.find_lost_ranks(
                 seconds=min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2)
@@ -187,7 +188,7 @@ class Watchdog:
             if lost_beats != {}:  # {}: all ranks are alive; None: the store does not answer
                 loss = lost_rank_error(lost_beats, self._heartbeats.address)
         self._stop_event.set()
-        self._thread.join()  # else it would replace the last beat
+        self._thread.join()  # else the thread would replace the last beat, which is published below
         dump_stacks_after(None)  # cancels the dump
         if loss is not None:
             reason = PEER_LOST

@@ -256,6 +256,13 @@ def test_command_line_is_split_into_its_parts():
     for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):
         with pytest.raises(UserError, match=f"stands before the recipe: tune run {' '.join(late)} own …"):
             parse_command(["own", *late, "--config", "x", "a=1"])
+        with pytest.raises(UserError, match=f"tune run {' '.join(late)} RECIPE …"):
+            parse_command(["a=1", *late, "--config", "x"])
+    for words in (["--nproc-per-node"], ["--standalone", "--nproc-per-node"]):
+        with pytest.raises(UserError, match="--nproc-per-node: the option lacks its value"):
+            parse_command([*words, "--config", "x"])
+    command = parse_command(["--nproc-per-node", "2", "--config", "x"])
+    assert (command.torchrun, command.recipe) == (["--nproc-per-node", "2"], None)
 
 
 @pytest.mark.slow

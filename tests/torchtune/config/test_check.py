@@ -351,3 +351,19 @@ def test_ranges_hold_numbers_within_their_bounds():
     assert str(Range(min=0, below=1)) == ">= 0 and < 1"
     assert Range(above=0, max=1).holds(1)
     assert not Range(above=0, max=1).holds(0)
+
+
+@dataclass
+class Sizes:
+    batch_size: int = 4
+
+    def check(self):
+        if self.batch_size < 2:
+            yield "batch_size", "is below 2"
+
+
+def test_values_are_tested_together_only_if_all_references_resolve(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("batch_size: ${.missing}\n")
+    with pytest.raises(ConfigError, match=r"refers to '\.missing', which does not exist"):
+        config.load_and_check(path, recipe=Sizes)

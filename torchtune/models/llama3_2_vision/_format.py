@@ -159,8 +159,8 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Deep
 def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[Description, tuple[int, ...]]:
     """Read the text decoder, and the indices of its layers with cross-attention before them."""
     fields = Fields(config, _NAME, set(ignore_fields))
-    cross_layers = fields.list_of("cross_attention_layers", _NUM_LAYERS, int, _CROSS_LAYERS)
     num_layers = config.pop("num_hidden_layers", _NUM_LAYERS)  # self-attention and cross-attention
+    cross_layers = fields.list_of("cross_attention_layers", num_layers, int, _CROSS_LAYERS)
     # The self-attention layer after a cross-attention, counted without cross-attention.
     fusion_layers = tuple(layer - num_before for num_before, layer in enumerate(cross_layers))
     fits = is_whole(num_layers, 2**16) and len(fusion_layers) > 0
@@ -200,8 +200,8 @@ def _read_vision(config: dict[str, Any], output_dim: int, ignore_fields: Collect
     """
     # Configs of 2024 have tie_word_embeddings here, although the image encoder has no tokens.
     fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
-    hidden_layers = tuple(fields.list_of("intermediate_layers_indices", _NUM_LAYERS, int, _HIDDEN_LAYERS))
     values = {attribute: fields.typed(name, default) for name, attribute, default in _TOWER_FIELDS}
+    hidden_layers = tuple(fields.list_of("intermediate_layers_indices", values["num_layers"], int, _HIDDEN_LAYERS))
     vision = TilesDescription(
         **values,
         intermediate_dim=4 * values["embed_dim"],

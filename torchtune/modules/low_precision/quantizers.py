@@ -459,7 +459,7 @@ class FakeQuantize(Conversion):
                 f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
                 "fake quantization."
             )
-        fake_quantized.set_up_fake_quant(self._base_config, self._switch)  # one switch turns all layers on
+        fake_quantized.set_up_fake_quant(self._base_config, self._switch)  # one switch for all layers
         return fake_quantized
 
     def _set_switch(self, *_: object) -> None:

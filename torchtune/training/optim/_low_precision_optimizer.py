@@ -460,7 +460,7 @@ class LowPrecisionOptimizer(Optimizer):
         stand_in = stored
         if stored.dtype in HALF:
             stand_in = stored.float()
-        stand_in = stand_in.contiguous()  # the states that an optimizer makes have the layout of its weight
+        stand_in = stand_in.contiguous()  # one layout for all: a state that the optimizer makes has that of its weight
         if not self._elementwise and isinstance(parameter, DTensor):
             sharded = DTensor.from_local(
                 stand_in,
@@ -470,7 +470,7 @@ class LowPrecisionOptimizer(Optimizer):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            stand_in = sharded.full_tensor()  # an all-gather
+            stand_in = sharded.full_tensor()
         return stand_in
 
     def _run_base_optimizer(
