@@ -421,7 +421,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     table = [["", "rows", "loss", *reports[-1].scores]]
     entries = []
     for (folder, adapter), report in zip(args.models, reports, strict=True):
-        # The reference may have other classes, and so no score of a class.
+        # The reference may be of another kind, such as a regression, which has other scores.
         scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
         table.append([_label(folder, adapter), f"{report.rows:,}", f"{report.loss:.4f}", *scores])
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})

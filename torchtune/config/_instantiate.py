@@ -106,7 +106,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
             raise
         raise ArgumentError(f"{name}: {error}") from error
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:  # not about a path
             raise
         raise InstantiationError(f"{name}: {error.filename}: {error.strerror}: choose another path.") from error
 

@@ -62,6 +62,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
 
     @functools.wraps(recipe_main)
     def wrapper(*settings: Any) -> Any:
+        """Run the recipe with settings that are given, or with those of the command line, and then exit."""
         if settings:
             return recipe_main(*settings)
         try:
@@ -145,7 +146,7 @@ def load_and_check(
     _expand_home(document)
     if isinstance(document.data.get("recipe"), dict | list):
         document.add_mistake(("recipe",), "must be the name or the path of a recipe")
-        document.check()
+        document.check()  # now, because the checks below look the name up
     if recipe is None or inspect.isclass(recipe):
         main = None
         cls = recipe
@@ -183,6 +184,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         name = document.data.get("recipe", running)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
+    # Variables of the user's own, which only references read, say nothing of the recipe.
     data = {key: value for key, value in document.data.items() if key in fields or key not in referenced_keys}
     remark = _explain_wrong_recipe(data, running, fields)
     checker = Checker(document, scope, referenced_keys)
@@ -212,7 +214,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         check_keys_are_read(document, recipe, referenced_keys, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
-    if name is not None and hasattr(settings, "__dict__"):
+    if name is not None and hasattr(settings, "__dict__"):  # a dataclass with slots has none
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)  # by the name of the recipe
     if document.environment:

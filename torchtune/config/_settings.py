@@ -546,7 +546,7 @@ def _check_names(settings: Any, declared: frozenset[str]) -> None:
         return
     name = missing[0]
     cls = type(settings)
-    default = ast.literal_eval(nearest[name])
+    default = ast.literal_eval(nearest[name])  # as the source writes it
     raise RecipeSettingsError(
         f"{inspect.getsourcefile(cls)}: {cls.__qualname__} has no '{name}', which the library reads: if you renamed "
         "it, rename it back or add a property of that name; where the recipe does without it, add "
