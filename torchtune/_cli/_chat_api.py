@@ -231,9 +231,9 @@ class _Answer:
         if isinstance(stop, str):
             stop = [stop]
         self._stop = stop or []
-        self._check(body)
+        self._check(body)  # also checks _stop
         self._tools = body.get("tools") or []
-        if body.get("tool_choice") == "none":
+        if body.get("tool_choice") == "none":  # the prompt then shows no tools, and text is not parsed for calls
             self._tools = []
         self.model = server.model_name(body.get("model"))
         self._prompt = self._tokenize(body)

@@ -194,7 +194,7 @@ class _Followers:
                     )
         if failed_rank is not None:
             text = self._explain(failed_rank)
-        self._kill()
+        self._kill()  # after an error or a timeout, some may still run
         _leave_group()
         torch.set_num_threads(self._threads_before)
         for name, value in self._environment_before.items():
@@ -215,7 +215,7 @@ class _Followers:
         last_check = time.monotonic()
         while not self._is_over.wait(0.2):
             now = time.monotonic()
-            if now - last_check > _SECONDS_OF_A_STOP:  # this process has read no signs for so long
+            if now - last_check > _SECONDS_OF_A_STOP:  # this process was stopped itself, and has read no signs
                 self._last_signs = [now] * len(self._last_signs)
             last_check = now
             silent_rank = self._silent_rank(now)

@@ -335,7 +335,7 @@ class ImportedConfig:
         if settings["val_datasets"]:
             entries = self._entries(settings["val_datasets"], self._folder)
             validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
-            # Labels of the same kind, so that the two losses can be compared.
+            # Labels of the same kind as in the training data at the same place, if any, so that losses can be compared.
             for node, training_node in zip(validation_nodes, nodes, strict=False):
                 if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
                     node.setdefault("masking_strategy", training_node["masking_strategy"])
@@ -380,7 +380,7 @@ class ImportedConfig:
         """
         if data.get("max_steps"):  # instead of the limit of the shipped config
             data.pop("max_steps_per_epoch", None)
-        if "project" in data["metric_logger"]:
+        if "project" in data["metric_logger"]:  # set by wandb_project
             data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
             parameters = _parameters_of(data[section])

@@ -265,7 +265,7 @@ class Run(Subcommand):
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
-        program = ["--module", recipe.module]
+        program = ["--module", recipe.module]  # an importable module, unless the recipe is a file
         if recipe.path is not None:
             program = [str(recipe.path)]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])

@@ -321,7 +321,7 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, s
 
     Parameters that ``accepted`` has already are those of ``target`` itself, and stay as they are.
     """
-    if depth >= _MAX_DEPTH:
+    if depth >= _MAX_DEPTH:  # functions may call each other in a circle
         accepted.takes_any_name = True
         return
     # load_dataset passes **kwargs to the reader of the files' format, which only the files tell.

@@ -157,7 +157,7 @@ class _Builder:
                 value.append(self.build(item, (*path, index)))
         else:
             value = self._build_mapping(node, path)
-        self.ancestors.discard(node)
+        self.ancestors.discard(node)  # beside this place, an alias of the node is valid
         return value
 
     def _record_position(self, path: KeyPath, node: yaml.Node) -> None:

@@ -153,7 +153,7 @@ def load_and_check(
     else:
         main = inspect.unwrap(recipe)
         cls = settings_of(main)
-    if not dataclasses.is_dataclass(cls):
+    if not dataclasses.is_dataclass(cls):  # there is no recipe, or its settings are a DictConfig
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
 
@@ -175,7 +175,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
     # Writes the values of references into the document, and returns the top-level keys that others refer to.
     referenced_keys = interpolate(document, defaults)
-    _remove_retired(document, cls, fields)
+    _remove_retired(document, cls, fields)  # after the references, which may name a retired setting
     running = recipe_at(scope.get("__file__") or "")  # name of the shipped recipe, None for a user's own
     other_valid_keys = ()
     name = None

@@ -56,7 +56,7 @@ def check_keys_are_read(
     _check_labels(document, tree, recipe_main.__globals__, name)
     read, mentioned = keys_of(tree)
     used = read | _ALWAYS_READ | references
-    if not is_typed:
+    if not is_typed:  # configs of earlier releases have keys that the library reads, or nothing any more
         used |= _FORMER_KEYS
     without_effect: dict[str, str | None] = {}
     for key in document.data.keys() - used:
