@@ -95,7 +95,7 @@ def _give_signs_of_life() -> None:
 
 
 def _count_processes(requested: str | None) -> int:
-    """Return the number of processes that ``--nproc-per-node`` asks for."""
+    """Return the number of processes that ``--nproc-per-node`` asks for; 1 without the option."""
     if requested is None:
         return 1
     if requested.isdigit():
@@ -180,6 +180,7 @@ class _Followers:
                     break  # rank 0 has all results: the followers are killed below
             failed_rank = self._failed_rank()
         else:
+            # Raised as it is, or as the cause of a user error.
             cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
                 # The collective may fail some time before the process of the follower has ended.

@@ -108,9 +108,9 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
     ):
         try:
             verdict = Verdict(name, "passed", check(), details)
-        except NotChecked as error:
+        except NotChecked as error:  # a UserError, too
             verdict = Verdict(name, "not checked", str(error), details)
-        except UserError as error:
+        except UserError as error:  # CheckFailed, or an error of the recipe or the data; the other checks go on
             verdict = Verdict(name, "failed", str(error), details)
         yield verdict
 

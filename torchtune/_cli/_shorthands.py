@@ -331,7 +331,7 @@ class _DataSettings:
                 "are read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
                 "dataset.column=... for plain text."
             )
-        source = str(self._path) if self._path.exists() else self._name
+        source = str(self._path) if self._path.exists() else self._name  # a path with ~ expanded, or a hub dataset
         node = dataset_node(source, row_format, self._dataset_overrides, facts.defect)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
         self._check_method(row_format.kind, builder)

@@ -64,6 +64,6 @@ class Export(Subcommand):
             raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
         if args.yes and not args.push:
             raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")
-        from torchtune._cli._export import export
+        from torchtune._cli._export import export  # after the checks, because torch takes seconds to import
 
         export(args)

@@ -656,7 +656,7 @@ class _RayTasks:
                 file=sys.stderr,
                 flush=True,
             )
-        return {f"num_{name.lower()}s": count for name, count in needed.items()}
+        return {f"num_{name.lower()}s": count for name, count in needed.items()}  # num_cpus, num_gpus of ray.remote
 
     def _error_of(self, reference: Any) -> str | None:
         """Return the result of a task: the error of a trial, or None.
