@@ -365,7 +365,7 @@ class _Answer:
         calls = {}
         if self._tools:
             calls = self._calls()
-        # What the buffer still holds: text before a mark, or text that only began like one, or like a valid call.
+        # What the buffer still holds: text before a mark, text that only began like one, or a call that is not valid.
         if calls or buffer.mark in self._stop:
             yield self._put(buffer.text_before)
         else:
@@ -594,7 +594,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, separator, name = path.partition("/v1/sessions/")
         if separator:
             samples = self.server.sessions.samples(name, forget=is_delete)
-            if samples:  # none of a session that is unknown, or was forgotten
+            if samples:  # empty for a session that is unknown or was forgotten
                 self._reply(200, {"id": name, "samples": [asdict(sample) for sample in samples]})
                 return
             num_forgotten = self.server.sessions.num_forgotten

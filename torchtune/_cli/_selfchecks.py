@@ -214,7 +214,8 @@ class _Checks:
         if expected.keys() != metrics.keys() or len(expected) != 2:
             raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
         comparisons = []
-        # The order of additions changes the norm of a gradient more than the loss, and a wrong scale by far more.
+        # The order of additions changes the norm of a gradient more than the loss. A wrong scale still shows: it
+        # multiplies the norm by the number of micro-batches.
         # The loss of step 2 is that after an update, in which errors of the first gradient add up.
         for step, name, tolerance in (
             (1, "loss", self._tolerance),
@@ -227,7 +228,7 @@ class _Checks:
                 continue
             comparison = f"{name} {first:.6g} and {second:.6g}"
             comparisons.append(comparison)
-            # A relative difference, but of values near 0; "not <=", because a value may be NaN.
+            # Relative to the first value, or to 1e-3 if that is smaller; "not <=", because a value may be NaN.
             if not abs(first - second) <= tolerance * max(1e-3, abs(first)):
                 raise CheckFailed(f"{comparison} for the same rows with {how}, in step {step}")
         return ", ".join(comparisons)

@@ -172,7 +172,7 @@ class ImportedConfig:
                 if name == "@reader":  # the method, without which nothing else is worth importing
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
                 self.without_counterpart[key] = str(error)
-        elif value is False and key in self._tables["hints"]:
+        elif value is False and key in self._tables["hints"]:  # a switch without a counterpart
             self.covered[key] = "it is off"
         elif key in self._tables["covered"]:
             self.covered[key] = self._tables["covered"][key]
@@ -442,7 +442,7 @@ class ImportedConfig:
         entries = []
         for name in names:
             name = name.strip()
-            entry = descriptions.get(name, {"hf_hub_url": name})
+            entry = descriptions.get(name, {"hf_hub_url": name})  # without a description, perhaps a repository
             if entry.get("file_name"):  # relative to the folder of the index
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
             if name not in descriptions:

@@ -333,7 +333,7 @@ class _Sweep:
                 dimensions.append(dimension)
         if not dimensions:
             raise SweepError("no setting varies: give a range, such as optimizer.lr=1e-5:1e-3:log, or a list, a,b.")
-        # One seed for all trials, so that they differ in the settings that vary alone.
+        # One seed for all trials, so that trials differ only in the settings that vary.
         if not any(override.startswith("seed=") for override in self._fixed):
             self._fixed.append(f"seed={options.seed}")
         self._trials = []

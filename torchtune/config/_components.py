@@ -347,13 +347,14 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, s
     # With several calls, such as one in each branch, no call needs its arguments in every case.
     is_only_use = len(uses.calls) == 1 and not uses.names
     for call in uses.calls:
+        # The common arguments are known without the import; accepts() follows the call if a config has others.
         if skips_slow and ast.unparse(call.func) == "datasets.load_dataset":
             accepted.named = {**_LOAD_DATASET, **accepted.named}
             accepted.is_incomplete = True
             continue
         try:
-            callee, skipped = scope.callee(call)
-        except (LookupError, AttributeError, InstantiationError, ValueError):
+            callee, skipped = scope.callee(call)  # of functools.partial(f, ...), the callee is f, and f is skipped
+        except (LookupError, AttributeError, InstantiationError, ValueError):  # a callee known at run time only
             accepted.takes_any_name = True
             continue
         positional = [argument for argument in call.args[skipped:] if not isinstance(argument, ast.Starred)]

@@ -49,7 +49,7 @@ def check_keys_are_read(
     a key that is mentioned, but apparently not read from the config, because it may be read indirectly.
     """
     file = inspect.getsourcefile(recipe_main)
-    if file is None or not Path(file).is_file():  # as of a function that was typed in
+    if file is None or not Path(file).is_file():  # of a function defined in an interactive session
         return
     name = Path(file).name
     tree = _parse_source(Path(file).read_text(encoding="utf-8"))
