@@ -214,8 +214,8 @@ class _Checks:
         if expected.keys() != metrics.keys() or len(expected) != 2:
             raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
         comparisons = []
-        # The order of additions changes the norm of a gradient more than the loss. A wrong scale still shows: it
-        # multiplies the norm by the number of micro-batches.
+        # The order of additions changes the norm of a gradient more than the loss. A wrong scale, such as that of a sum
+        # over micro-batches in place of a mean, still shows.
         # The loss of step 2 is that after an update, in which errors of the first gradient add up.
         for step, name, tolerance in (
             (1, "loss", self._tolerance),

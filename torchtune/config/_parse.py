@@ -202,6 +202,8 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     except ConfigError as error:
         raise ConfigError(error.errors, remark) from None
     if remark:
+        # The config of a recipe with the same method, for another number of devices, may do: the remark is a warning.
+        # Another method would train something else than the config says.
         named = data.get("recipe")
         if running is not None and isinstance(named, str) and are_other_methods(running, named):
             raise ConfigError([Mistake(document.position(("recipe",)).text, "recipe", remark)])
