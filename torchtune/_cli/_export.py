@@ -452,8 +452,8 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
         merged: folder for merged weights that are deleted after quantization.
     """
     if to in ("hf", "adapter", "merged"):
-        dtype = None
-        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may differ from the base's
+        dtype = None  # that of the checkpoint
+        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # its dtype may differ from the base's
             tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
             dtype = tensors.read(tensors.names()[0]).dtype
         model = load_to_save(trained.path, dtype)

@@ -167,7 +167,8 @@ class _Checks:
 
         Args:
             name: name of the run's folder, config and log.
-            is_compared: whether another run must have the same losses and gradients: it has plain SGD and no dropout.
+            is_compared: whether another run must have the same losses and gradients: it has no dropout, and plain SGD,
+                whose update shows a wrong scale of the gradient.
             packed: whether rows are packed.
             **changes: settings of the run, if the recipe has them.
 
@@ -195,6 +196,7 @@ class _Checks:
         data["checkpointer"].pop("keep_last_n_checkpoints", None)  # resume() reads the checkpoint of half the steps
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        # In a process of its own: no run depends on the state that another one has left.
         reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             message = output.with_suffix(".log").read_text().rpartition("error: ")[2]
@@ -312,7 +314,7 @@ class _Checks:
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
         first_loss = self._steps_of_one_batch[1]["loss"]
-        base_loss = first_loss
+        base_loss = first_loss  # without a checkpoint_dir, the two cannot be compared, and count as equal
         if base is not None:
             base_loss = self._loss_of(base, rows)
         if abs(base_loss - first_loss) > 10 * self._tolerance * max(1.0, abs(first_loss)):

@@ -55,7 +55,7 @@ class Export(Subcommand):
             args.quant = args.quant.lower()
         elif quants:
             args.quant = quants[0]
-        else:
+        else:  # the format has no quantization
             args.quant = None
         if args.quant is not None and args.quant not in quants:
             choices = f"it goes with {', '.join(QUANTS)}"

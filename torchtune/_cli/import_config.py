@@ -469,6 +469,7 @@ class ImportedConfig:
     def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
         """Return the config node of one dataset."""
         node: dict[str, Any] = {"_component_": ""}  # set below, but written as the first key
+        # What decides the dataset builder and its settings, and is no setting itself.
         hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
         for key, value in entry.items():
             name = self._table["data"].get(key)

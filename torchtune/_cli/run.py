@@ -277,7 +277,7 @@ class Run(Subcommand):
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
-        if not recipe.registered:
+        if not recipe.registered:  # a user's own recipe, which says nothing of processes
             return
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
         if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml

@@ -373,7 +373,7 @@ class Checker:
         If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         misspelt: set[KeyPath] = set()
-        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
+        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:  # a message lists no more
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]

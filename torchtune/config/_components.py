@@ -413,7 +413,7 @@ class _Uses:
         self.calls: list[ast.Call] = []
         self.names: set[str] = set()
         self.unknown = False
-        parents: dict[ast.AST, ast.AST] = {}
+        parents: dict[ast.AST, ast.AST] = {}  # nodes know their children only
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 parents[child] = node
@@ -424,7 +424,7 @@ class _Uses:
             if node.id != name:
                 continue
             variables = self._assigned_variables(node, parents)
-            prepared |= variables - {name}
+            prepared |= variables - {name}  # without "kwargs = prepare(kwargs)", whose uses are those of kwargs
             if not variables:
                 self._record_use(parents[node], parents.get(parents[node]))
 
