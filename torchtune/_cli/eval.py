@@ -447,7 +447,7 @@ def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
     if not data.is_file():
         raise UserError(f"{data}: there is no such file: correct the path.")
     node: dict[str, Any] = {}
-    if settings:  # the rows are read as those of the training
+    if settings:  # the rows are read as those of the training, of several datasets as those of the first
         trained_on = torchtune.datasets.dataset_nodes(settings["dataset"])[0]
         names = ("column", "label_column", "add_eos", "max_seq_len")
         node = {name: trained_on[name] for name in names if name in trained_on}

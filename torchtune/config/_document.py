@@ -329,7 +329,7 @@ def read_value(text: str) -> Any:
             return text  # no closing quotation mark: plain text
         if isinstance(value, str):
             return value
-        return text
+        return text  # a mapping whose first key is quoted: plain text, because a mapping needs braces here
     # The type that YAML gives a plain scalar: `(True, False)` says that it is plain, not quoted.
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))

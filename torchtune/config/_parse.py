@@ -179,7 +179,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     running = recipe_at(scope.get("__file__") or "")  # name of the shipped recipe, None for a user's own
     other_valid_keys = ()
     name = None
-    if "recipe" not in fields:
+    if "recipe" not in fields:  # a config may name its recipe, although the recipe has no such setting
         other_valid_keys = ("recipe",)
         name = document.data.get("recipe", running)
 
