@@ -231,9 +231,9 @@ class _Answer:
         if isinstance(stop, str):
             stop = [stop]
         self._stop = stop or []
-        self._check(body)
+        self._check(body)  # also checks _stop
         self._tools = body.get("tools") or []
-        if body.get("tool_choice") == "none":
+        if body.get("tool_choice") == "none":  # the prompt then shows no tools, and text is not parsed for calls
             self._tools = []
         self.model = server.model_name(body.get("model"))
         self._prompt = self._tokenize(body)
@@ -365,7 +365,7 @@ class _Answer:
         calls = {}
         if self._tools:
             calls = self._calls()
-        # What the buffer still holds: text before a mark, or text that only began like one, or like a valid call.
+        # What the buffer still holds: text before a mark, text that only began like one, or a call that is not valid.
         if calls or buffer.mark in self._stop:
             yield self._put(buffer.text_before)
         else:
@@ -594,7 +594,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, separator, name = path.partition("/v1/sessions/")
         if separator:
             samples = self.server.sessions.samples(name, forget=is_delete)
-            if samples:  # none of a session that is unknown, or was forgotten
+            if samples:  # empty for a session that is unknown or was forgotten
                 self._reply(200, {"id": name, "samples": [asdict(sample) for sample in samples]})
                 return
             num_forgotten = self.server.sessions.num_forgotten

@@ -92,7 +92,7 @@ def show_dataset(
     print(f"\n{name}: {num_rows}")
     for line in [*_describe_counts(dataset, counts, scale), *reasoning]:
         print(line)
-    _print_examples(dataset.row_datasets()[0], tokenizer, examples)
+    _print_examples(dataset.row_datasets()[0], tokenizer, examples)  # of the first source
     return {"examples": round(len(dataset) * scale), "hashes": counts.hashes, "exact": scale == 1.0}
 
 

@@ -452,8 +452,8 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
         merged: folder for merged weights that are deleted after quantization.
     """
     if to in ("hf", "adapter", "merged"):
-        dtype = None
-        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # may differ from the base's
+        dtype = None  # that of the checkpoint
+        if to == "adapter" and (trained.path / ADAPTER_FILE).is_file():  # its dtype may differ from the base's
             tensors = ModelSource(trained.path, [ADAPTER_FILE]).open()
             dtype = tensors.read(tensors.names()[0]).dtype
         model = load_to_save(trained.path, dtype)
@@ -585,7 +585,7 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if is_quantized:
         kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
-        if check.base is not None:
+        if check.base is not None:  # a multiple of what the quantization alone causes, plus a margin
             kl_limit = _MAX_KL_RATIO * check.base.comparison.kl + _KL_MARGIN
         agrees = measured.comparison.kl <= kl_limit
     else:
@@ -594,6 +594,7 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
     if differing or not agrees:
         raise FailedCheck(_explain_difference(measured, check.base, differing))
     tokenized = check.tokenized
+    # Conversations have other ids than the chat template's where the tokenizer that trained has a layout of its own.
     if tokenized is not None and (tokenized.texts or (tokenized.chats and tokenized.is_exact)):
         first = [*tokenized.texts, *tokenized.chats][0]
         raise FailedCheck(
@@ -601,7 +602,7 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
             "save the checkpoint again with the tokenizer that trained."
         )
     embedded = check.embedded
-    if embedded is not None and embedded.library:
+    if embedded is not None and embedded.library:  # empty if no library could compute them
         difference_limit = _ROUNDED_EMBEDDING_TOLERANCE if are_rounded else _EMBEDDING_TOLERANCE
         if not embedded.difference <= difference_limit:
             raise FailedCheck(

@@ -95,7 +95,7 @@ def _give_signs_of_life() -> None:
 
 
 def _count_processes(requested: str | None) -> int:
-    """Return the number of processes that ``--nproc-per-node`` asks for."""
+    """Return the number of processes that ``--nproc-per-node`` asks for; 1 without the option."""
     if requested is None:
         return 1
     if requested.isdigit():
@@ -180,6 +180,7 @@ class _Followers:
                     break  # rank 0 has all results: the followers are killed below
             failed_rank = self._failed_rank()
         else:
+            # Raised as it is, or as the cause of a user error.
             cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
                 # The collective may fail some time before the process of the follower has ended.
@@ -194,7 +195,7 @@ class _Followers:
                     )
         if failed_rank is not None:
             text = self._explain(failed_rank)
-        self._kill()
+        self._kill()  # after an error or a timeout, some may still run
         _leave_group()
         torch.set_num_threads(self._threads_before)
         for name, value in self._environment_before.items():
@@ -215,7 +216,7 @@ class _Followers:
         last_check = time.monotonic()
         while not self._is_over.wait(0.2):
             now = time.monotonic()
-            if now - last_check > _SECONDS_OF_A_STOP:  # this process has read no signs for so long
+            if now - last_check > _SECONDS_OF_A_STOP:  # this process was stopped itself, and has read no signs
                 self._last_signs = [now] * len(self._last_signs)
             last_check = now
             silent_rank = self._silent_rank(now)

@@ -108,9 +108,9 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
     ):
         try:
             verdict = Verdict(name, "passed", check(), details)
-        except NotChecked as error:
+        except NotChecked as error:  # a UserError, too
             verdict = Verdict(name, "not checked", str(error), details)
-        except UserError as error:
+        except UserError as error:  # CheckFailed, or an error of the recipe or the data; the other checks go on
             verdict = Verdict(name, "failed", str(error), details)
         yield verdict
 
@@ -167,7 +167,8 @@ class _Checks:
 
         Args:
             name: name of the run's folder, config and log.
-            is_compared: whether another run must have the same losses and gradients: it has plain SGD and no dropout.
+            is_compared: whether another run must have the same losses and gradients: it has no dropout, and plain SGD,
+                whose update shows a wrong scale of the gradient.
             packed: whether rows are packed.
             **changes: settings of the run, if the recipe has them.
 
@@ -195,6 +196,7 @@ class _Checks:
         data["checkpointer"].pop("keep_last_n_checkpoints", None)  # resume() reads the checkpoint of half the steps
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        # In a process of its own: no run depends on the state that another one has left.
         reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             message = output.with_suffix(".log").read_text().rpartition("error: ")[2]
@@ -214,6 +216,8 @@ class _Checks:
         if expected.keys() != metrics.keys() or len(expected) != 2:
             raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
         comparisons = []
+        # The order of additions changes the norm of a gradient more than the loss. A wrong scale, such as that of a sum
+        # over micro-batches in place of a mean, still shows.
         # The loss of step 2 is that after an update, in which errors of the first gradient add up.
         for step, name, tolerance in (
             (1, "loss", self._tolerance),
@@ -222,11 +226,12 @@ class _Checks:
         ):
             first = expected[step].get(name)
             second = metrics[step].get(name)
-            if first is None or second is None:
+            if first is None or second is None:  # a recipe may not log the norm
                 continue
             comparison = f"{name} {first:.6g} and {second:.6g}"
             comparisons.append(comparison)
-            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):  # also true for NaN
+            # Relative to the first value, or to 1e-3 if that is smaller; "not <=", because a value may be NaN.
+            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):
                 raise CheckFailed(f"{comparison} for the same rows with {how}, in step {step}")
         return ", ".join(comparisons)
 
@@ -309,7 +314,7 @@ class _Checks:
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
         first_loss = self._steps_of_one_batch[1]["loss"]
-        base_loss = first_loss
+        base_loss = first_loss  # without a checkpoint_dir, the two cannot be compared, and count as equal
         if base is not None:
             base_loss = self._loss_of(base, rows)
         if abs(base_loss - first_loss) > 10 * self._tolerance * max(1.0, abs(first_loss)):

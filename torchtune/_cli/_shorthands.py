@@ -173,7 +173,7 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:  # a setting of the user's own recipe, or a model's builder
             other_overrides.append(f"{key}={value}")
-    expanded = [*settings, *other_overrides]
+    expanded = [*settings, *other_overrides]  # the user's own settings are applied later, and win
     if held_out is not None:
         # The dataset may be one that data= has chosen: read the config as it is now.
         document = read_document(config)
@@ -331,10 +331,10 @@ class _DataSettings:
                 "are read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
                 "dataset.column=... for plain text."
             )
-        source = str(self._path) if self._path.exists() else self._name
+        source = str(self._path) if self._path.exists() else self._name  # a path with ~ expanded, or a hub dataset
         node = dataset_node(source, row_format, self._dataset_overrides, facts.defect)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
-        self._check_method(row_format.kind, builder)
+        self._check_method(row_format.kind, builder)  # raises if the recipe does not train on such rows
         columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
         description = row_format.kind if row_format.builder else "columns as named"
         _say("data", f"{self._name}: {description}, read by {node['_component_']} {columns}".rstrip())

@@ -144,7 +144,7 @@ class _Conversation:
             seed = self._rng.seed()
         self._rng.manual_seed(self.ranks.broadcast(seed))  # all ranks draw the same tokens
         self._fast_linears = fast_linears(self._model, pack=True)  # entered and left with this object
-        self.reset()
+        self.reset()  # before the images, which it would clear
         for file in args.image or ():
             self.show(file)
 

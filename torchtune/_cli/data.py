@@ -216,7 +216,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     from torchtune.estimate import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
-    max_seq_length = context_length(cfg)
+    max_seq_length = context_length(cfg)  # longer rows are refused here, and not first by a run
     for name, node in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
         if node is None:
             continue

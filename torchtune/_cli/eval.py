@@ -421,7 +421,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     table = [["", "rows", "loss", *reports[-1].scores]]
     entries = []
     for (folder, adapter), report in zip(args.models, reports, strict=True):
-        # The reference may have other classes, and so no score of a class.
+        # The reference may be of another kind, such as a regression, which has other scores.
         scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
         table.append([_label(folder, adapter), f"{report.rows:,}", f"{report.loss:.4f}", *scores])
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
@@ -447,7 +447,7 @@ def _labeled_data(args: argparse.Namespace) -> tuple[Any, int | None, str]:
     if not data.is_file():
         raise UserError(f"{data}: there is no such file: correct the path.")
     node: dict[str, Any] = {}
-    if settings:  # the rows are read as those of the training
+    if settings:  # the rows are read as those of the training, of several datasets as those of the first
         trained_on = torchtune.datasets.dataset_nodes(settings["dataset"])[0]
         names = ("column", "label_column", "add_eos", "max_seq_len")
         node = {name: trained_on[name] for name in names if name in trained_on}

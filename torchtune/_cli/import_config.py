@@ -172,7 +172,7 @@ class ImportedConfig:
                 if name == "@reader":  # the method, without which nothing else is worth importing
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
                 self.without_counterpart[key] = str(error)
-        elif value is False and key in self._tables["hints"]:
+        elif value is False and key in self._tables["hints"]:  # a switch without a counterpart
             self.covered[key] = "it is off"
         elif key in self._tables["covered"]:
             self.covered[key] = self._tables["covered"][key]
@@ -334,7 +334,7 @@ class ImportedConfig:
         if settings["val_datasets"]:
             entries = self._entries(settings["val_datasets"], self._folder)
             validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
-            # Labels of the same kind, so that the two losses can be compared.
+            # Labels of the same kind as in the training data at the same place, if any, so that losses can be compared.
             for node, training_node in zip(validation_nodes, nodes, strict=False):
                 if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
                     node.setdefault("masking_strategy", training_node["masking_strategy"])
@@ -379,7 +379,7 @@ class ImportedConfig:
         """
         if data.get("max_steps"):  # instead of the limit of the shipped config
             data.pop("max_steps_per_epoch", None)
-        if "project" in data["metric_logger"]:
+        if "project" in data["metric_logger"]:  # set by wandb_project
             data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
             parameters = _parameters_of(data[section])
@@ -441,7 +441,7 @@ class ImportedConfig:
         entries = []
         for name in names:
             name = name.strip()
-            entry = descriptions.get(name, {"hf_hub_url": name})
+            entry = descriptions.get(name, {"hf_hub_url": name})  # without a description, perhaps a repository
             if entry.get("file_name"):  # relative to the folder of the index
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
             if name not in descriptions:
@@ -468,6 +468,7 @@ class ImportedConfig:
     def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
         """Return the config node of one dataset."""
         node: dict[str, Any] = {"_component_": ""}  # set below, but written as the first key
+        # What decides the dataset builder and its settings, and is no setting itself.
         hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
         for key, value in entry.items():
             name = self._table["data"].get(key)

@@ -269,7 +269,7 @@ class Run(Subcommand):
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
-        program = ["--module", recipe.module]
+        program = ["--module", recipe.module]  # an importable module, unless the recipe is a file
         if recipe.path is not None:
             program = [str(recipe.path)]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
@@ -281,7 +281,7 @@ class Run(Subcommand):
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
-        if not recipe.registered:
+        if not recipe.registered:  # a user's own recipe, which says nothing of processes
             return
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
         if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml

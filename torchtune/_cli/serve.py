@@ -66,7 +66,7 @@ class Serve(Subcommand):
         path = find_checkpoint(args.model)
         models, tokenizer = _load(path, args.name or Path(path).name, args)
         ranks = Ranks(timeout=NO_TIMEOUT)  # the others wait for requests
-        if ranks.rank > 0:
+        if ranks.rank > 0:  # rank 0 is the server, whose batches the others compute with it
             follow_batches(models, ranks, max_sequences=args.max_sequences)
             return
         try:

@@ -333,6 +333,7 @@ class _Sweep:
                 dimensions.append(dimension)
         if not dimensions:
             raise SweepError("no setting varies: give a range, such as optimizer.lr=1e-5:1e-3:log, or a list, a,b.")
+        # One seed for all trials, so that trials differ only in the settings that vary.
         if not any(override.startswith("seed=") for override in self._fixed):
             self._fixed.append(f"seed={options.seed}")
         self._trials = []
@@ -655,7 +656,7 @@ class _RayTasks:
                 file=sys.stderr,
                 flush=True,
             )
-        return {f"num_{name.lower()}s": count for name, count in needed.items()}
+        return {f"num_{name.lower()}s": count for name, count in needed.items()}  # num_cpus, num_gpus of ray.remote
 
     def _error_of(self, reference: Any) -> str | None:
         """Return the result of a task: the error of a trial, or None.

@@ -82,7 +82,7 @@ class Checker:
             if key in other_valid_keys:
                 continue
             if key not in settings:
-                is_variable = not path and key in self.referenced_keys
+                is_variable = not path and key in self.referenced_keys  # of the user's own, which references read
                 if not is_variable:
                     self.unknown.append(((*path, key), list(settings), "there is no such setting"))
             elif value == "???":
@@ -131,7 +131,8 @@ class Checker:
         fits = [_has_type(value, member) for member in alternatives]
         if not any(fits) and str in alternatives and isinstance(value, (int, float)):
             position = self.document.positions.get(path)
-            if position is not None and position.raw:  # a number on the command line for a text setting
+            # A number on the command line for a text setting: its text as it was typed, such as 007.
+            if position is not None and position.raw:
                 return position.raw
         if True not in fits:
             if None in fits:  # the annotation says nothing of its type
@@ -197,7 +198,7 @@ class Checker:
                     reason += f"; rename '{misspelt}'"
                 self.document.add_mistake(path, reason)
             return value
-        if origin is float:
+        if origin is float:  # which an integer is for as well
             return float(value)
         if dataclasses.is_dataclass(origin):
             return self.check_fields(path, value, origin)
@@ -205,7 +206,7 @@ class Checker:
             return {key: self.check_value((*path, key), item, args[1]) for key, item in value.items()}
         if isinstance(value, list) and args and isinstance(origin, type):
             return self._convert_items(path, value, origin, args, runtime_args)
-        if isinstance(value, (dict, list)):
+        if isinstance(value, (dict, list)):  # the annotation says nothing of the contents
             return self.visit_components(path, value)
         return value
 
@@ -256,18 +257,18 @@ class Checker:
         """Import a component, and check its node against its ``Config`` or its signature; the node is converted."""
         name = node["_component_"]
         if isinstance(name, str) and UNRESOLVED in name:
-            return
+            return  # its reference is a mistake already
         arguments = {key: value for key, value in node.items() if key != "_component_"}
         try:
             target = locate(name, self.namespace)
         except (InstantiationError, ValueError) as error:
             self.document.add_mistake((*path, "_component_"), str(error))
-            self.visit_components(path, arguments)
+            self.visit_components(path, arguments)  # mistakes of the components inside are shown at the same time
             return
         node["_component_"] = qualify(name, self.namespace)
         if is_configurable(target):
             self.check_fields(path, node, target.Config, other_valid_keys=("_component_",))
-            # `__init__` takes the config first, then the runtime arguments.
+            # `__init__` takes the config first, then the runtime arguments; keys in YAML are fields of the config.
             self._bind_runtime_args(path, name, remaining(accepts(target), 1), runtime_args, set())
         elif callable(target):
             names = set(arguments)
@@ -284,7 +285,10 @@ class Checker:
     def _bind_runtime_args(
         self, path: KeyPath, name: str, signature: Accepts, runtime_args: RuntimeArgs | None, yaml_keys: set[str]
     ) -> dict[str, str]:
-        """Check the runtime arguments; return parameter name -> name of the runtime argument that fills it."""
+        """Check the runtime arguments; return parameter name -> name of the runtime argument that fills it.
+
+        Empty if the runtime arguments are unknown (``None``): the recipe may then hand over any missing argument.
+        """
         if runtime_args is None:
             return {}
         bound = dict(zip(signature.order, runtime_args.positional, strict=False))
@@ -371,7 +375,7 @@ class Checker:
         If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         misspelt: set[KeyPath] = set()
-        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
+        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:  # a message lists no more
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
@@ -393,7 +397,7 @@ class Checker:
             self.document.add_mistake(path, reason + suggestion(suggested))
         for path, reason in self.missing:
             if path not in misspelt:
-                self.document.add_mistake(path, reason, at=path[:-1])
+                self.document.add_mistake(path, reason, at=path[:-1])  # the key has no line: that of its section
 
 
 def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
@@ -422,16 +426,16 @@ def _has_type(value: Any, member: Any) -> bool | None:
     """Return whether ``value`` has the type ``member``; ``None`` if the annotation does not determine it."""
     base, _ = split_annotated(member)
     origin = get_origin(base) or base
-    if origin is Any or isinstance(origin, (typing.TypeVar, str)):
+    if origin is Any or isinstance(origin, (typing.TypeVar, str)):  # a text is an annotation that was not evaluated
         return None
-    if origin is Literal:
+    if origin is Literal:  # of the same type, because True equals 1
         return any(type(choice) is type(value) and choice == value for choice in get_args(base))
     if origin is Component:
-        return isinstance(value, dict)
+        return isinstance(value, dict)  # _convert_contents explains a mapping without _component_
     if origin in (None, type(None)):
         return value is None
     if origin is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float)  # and not bool, a subclass of int
     if origin in PLAIN_TYPES:
         return type(value) is origin
     if not isinstance(origin, type):
@@ -444,10 +448,10 @@ def _has_type(value: Any, member: Any) -> bool | None:
         return isinstance(value, dict)
     if issubclass(origin, (Sequence, Set)):
         return isinstance(value, list)
-    # Compared by name, because this room does not import torch.
+    # Compared by name, because this package does not import torch, which is slow.
     if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
         return False  # YAML cannot represent such a value
-    return None
+    return None  # another class, which may convert a plain value itself
 
 
 def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
