@@ -219,7 +219,9 @@ def _count_characters(value: Any) -> int:
 
 
 def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file or folder as a run reads it; lines of text files are undecoded.
+    """Yield (number, row) of a file or folder as a run reads it, counted from 1.
+
+    Lines of text files are undecoded, so that the caller can report a broken line and go on.
 
     Args:
         path: path of a data file, possibly compressed, or of a folder.
@@ -359,6 +361,7 @@ def _read_rows(
         except DataError as error:
             facts.problems.append((number, str(error)))
             continue
+        # All rows are compared; what takes longer is done for a sample.
         key = _hash_of(columns, row_format)
         first = facts.hashes.setdefault(key, number)
         if first != number:

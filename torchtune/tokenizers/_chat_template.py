@@ -214,7 +214,7 @@ class ChatTemplate:
             raise
         except (RecursionError, MemoryError, OverflowError) as error:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
-        except _TEMPLATE_FAILURES as error:
+        except _TEMPLATE_FAILURES as error:  # its own raise_exception, or an expression that the data do not fit
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         if _GENERATION_START not in text:
             return text, []

@@ -208,7 +208,7 @@ class HeaderTurns(TurnsTokenizer):
         self.bos_id, self.eos_id = ids[:2]
         self.start_header_id, self.end_header_id = ids[2:4]
         self.eom_id, self.eot_id = ids[4:6]
-        self.python_tag = self.special_tokens.get("<|python_tag|>")
+        self.python_tag = self.special_tokens.get("<|python_tag|>")  # None for Llama 4, which has no such token
         self._special_ids = frozenset(self.special_tokens.values())
         pad_name, step_name = self.optional
         self.pad_id = self.special_tokens.get(f"<|{pad_name}|>", self.eos_id)
