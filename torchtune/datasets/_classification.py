@@ -303,7 +303,6 @@ class ClassificationDataset(TokenizedDataset):
         rows = prepare_rows(
             row_source,
             Tokenize(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
-            # Without labels and problem_type: they change only the targets, which are not stored.
             depends_on={
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -311,6 +310,7 @@ class ClassificationDataset(TokenizedDataset):
                 "label_column": label_column,
                 "add_eos": add_eos,
                 "limit": transform.limit,
+                # Without labels and problem_type: they change only the targets, which are not stored.
             },
             formats=(LABELED_TEXTS, *CONVERSATION_FORMATS.values()),
         )

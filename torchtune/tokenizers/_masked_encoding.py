@@ -318,8 +318,8 @@ class WordEncoder:
         self._special = re.compile(f"({any_text_pattern(self._special_ids)})")
         self._agreeing_characters: set[str] = set()
         self._differing_characters: set[str] = set()
-        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say; the seed is fixed, so that
-        # all processes decide alike.
+        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say. The seed is fixed, so
+        # that all processes decide alike.
         draw = random.Random(0)
         parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
         for _ in range(80):
