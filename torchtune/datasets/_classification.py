@@ -14,7 +14,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, kin
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_formats import CONVERSATION_FORMATS, LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
 
 # As config.json names them.
@@ -302,7 +302,7 @@ class ClassificationDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
+            RowTokenizer(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
             depends_on={
                 "dataset": type(self),
                 "tokenizer": tokenizer,

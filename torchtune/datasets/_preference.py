@@ -31,7 +31,7 @@ from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
 from torchtune.datasets._tokenized import (
     NO_LABEL,
-    Tokenize,
+    RowTokenizer,
     TokenizedDataset,
     has_label,
     prepare_rows,
@@ -93,8 +93,10 @@ def prepare_answers(
         "weight_column": weight_column,
     }
     # An answer without a label is refused where it is tokenized, by its name.
-    tokenize = Tokenize(tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names)
-    return prepare_rows(source, tokenize, depends_on, formats=formats_of(message_transform))
+    row_tokenizer = RowTokenizer(
+        tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names
+    )
+    return prepare_rows(source, row_tokenizer, depends_on, formats=formats_of(message_transform))
 
 
 class AnswersDataset(TokenizedDataset):

@@ -20,7 +20,7 @@ from torchtune.data import (
 from torchtune.datasets._row_formats import RERANKING, RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer, end_of_text
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -174,7 +174,7 @@ class EmbeddingDataset(TokenizedDataset):
         # No token is predicted: labels only mark the ends of texts.
         rows = prepare_rows(
             row_source,
-            Tokenize(transform.sample, needs_labels=False),
+            RowTokenizer(transform.sample, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -406,7 +406,7 @@ class RerankingDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, has_notes=True, needs_labels=False),
+            RowTokenizer(transform, has_notes=True, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,

@@ -24,7 +24,7 @@ from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenl
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import Tokenize
+from torchtune.datasets._tokenized import RowTokenizer
 from torchtune.utils import UserError, first_line, get_logger, log_once, log_rank_zero
 
 _EDGE = 1 << 20
@@ -414,7 +414,7 @@ class StreamedDataset(ExampleDataset):
         if filter_kwargs is not None:
             raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = Tokenize(transform, tokenizer=tokenizer, limit=limit, side=side)
+        self._row_tokenizer = RowTokenizer(transform, tokenizer=tokenizer, limit=limit, side=side)
         self._longest: int | None = None  # tokens of a row that the model reads
         self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
         self._filter = filter_fn
@@ -432,7 +432,7 @@ class StreamedDataset(ExampleDataset):
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`; rows that packs divide are cut instead."""
         self._longest = longest
         if not self._splits:
-            self._tokenize.longest = longest
+            self._row_tokenizer.longest = longest
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
@@ -546,7 +546,7 @@ class StreamedDataset(ExampleDataset):
                 if self._filter is None or self._filter(values):
                     numbers.append(number)
                     columns.append(values)
-            tokenized = self._tokenize(0, columns, lambda index: rows[numbers[index]].location)
+            tokenized = self._row_tokenizer.tokenize_part(0, columns, lambda index: rows[numbers[index]].location)
         if tokenized is None:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         batch, facts = tokenized
