@@ -336,7 +336,7 @@ class ClassificationDataset(TokenizedDataset):
                 raise DataError(f"{self.source}: labels names classes, but a regression has none: leave it out.")
             return ClassificationTask(REGRESSION)
         if labels is None:
-            names = tuple(self.counts)
+            names = tuple(self.counts)  # sorted, so that the outputs do not depend on the order of the rows
         else:
             names = tuple(class_name(label) for label in labels)
         duplicates = [name for name, count in Counter(names).items() if count > 1]

@@ -189,7 +189,7 @@ class HubReader:
         """See :meth:`FileReader.window`; ``order`` is ignored, because the package orders the files."""
         state, rows_before = position or (None, 0)
         try:
-            # The open iterator goes on only where it stopped; a state has to read its file again up to there.
+            # Loading a state reads its file again from the beginning, so that the open iterator goes on where it can.
             if self._open is None or self._open[0] != position or position is None:
                 self._dataset.load_state_dict(_plain(state or self._beginning))
                 self._open = (position, iter(self._dataset))
@@ -407,6 +407,7 @@ class StreamedDataset(ExampleDataset):
             raise DataError(f"shuffle_buffer must be at least 1, not {shuffle_buffer}.")
         if on_bad_row not in ("stop", "skip"):
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        # Settings of datasets that read all rows, which a config may still have.
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         if drop_duplicates:
@@ -415,7 +416,7 @@ class StreamedDataset(ExampleDataset):
             raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
         self._row_tokenizer = RowTokenizer(transform, tokenizer=tokenizer, limit=limit, side=side)
-        self._longest: int | None = None  # tokens of a row that the model reads
+        self._longest: int | None = None  # tokens of a row that the model reads; `limit_rows` sets it
         self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
         self._filter = filter_fn
         self._window_size = shuffle_buffer

@@ -583,6 +583,7 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
         order = ""
         texts = []
     if order == "suau" and texts[2:] == [answer, after, end]:  # before the first turn
+        # Without a system turn, `before` may hold a default one.
         start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
     elif order == "uasu" and texts[:3] == [before, answer, after] and texts[4] == end:  # inside the last question
         system_in_question = "{{ if and $.System (eq $i $end) }}{{ $.System }}" + texts[3] + "{{ end }}"

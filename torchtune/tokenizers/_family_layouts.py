@@ -79,6 +79,7 @@ class ChatMLTurns(TurnsTokenizer):
             required.add(pad_token)
         if missing := sorted(required - self.special_tokens.keys()):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
+        # NFC, as in the `tokenizer.json` of these checkpoints.
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
         hidden_tokens = []  # in texts of training data
         if not parse_special_tokens:  # others, such as <tool_call>, are parsed in every text

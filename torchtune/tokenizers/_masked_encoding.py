@@ -147,7 +147,8 @@ class MaskedEncoder:
         """Replace control tokens by their names in the renamed tokenizer, and placeholders by their control tokens.
 
         Returns:
-            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text.
+            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text, by which
+            positions in ``text`` are converted.
         """
         texts = self.control_tokens.texts
         any_token = any_text_pattern(texts)
