@@ -324,7 +324,9 @@ def load_rows(
     filter_kwargs: Mapping[str, Any] | None = None,
     **load_dataset_kwargs: Any,
 ) -> Any:
-    """Load rows with the ``datasets`` package, and filter them if ``filter_fn`` is set.
+    """Load rows, and filter them if ``filter_fn`` is set.
+
+    This library reads local JSON, tables and text itself; the ``datasets`` package loads other sources.
 
     Args:
         source: Hub dataset, folder, file, or loader name (``json``, ``csv``, ``parquet`` …).
@@ -333,7 +335,7 @@ def load_rows(
         **load_dataset_kwargs: passed to ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Returns:
-        a sequence of at least one row, usually a ``datasets.Dataset``; with ``streaming``, an unfiltered
+        a sequence of at least one row, ``FileRows`` or a ``datasets.Dataset``; with ``streaming``, an unfiltered
         ``datasets.IterableDataset``.
 
     Raises:

@@ -157,7 +157,7 @@ class FileReader:
         if is_plain or is_at_end:
             opened.close()
             self._opened = None
-        else:
+        else:  # kept open, because the next window would have to unpack or parse the file up to here again
             self._opened = (path, offset, opened)
         if is_at_end:
             return rows, None, lines_before
