@@ -420,7 +420,7 @@ class Uploader:
                     f"Uploading {progress.name} to {self._bucket}: {progress.sent / 1e9:.2f} of "
                     f"{progress.total / 1e9:.2f} GB, {len(self._pending)} checkpoints left."
                 )
-        self._thread = None  # a second call returns at once
+        self._thread = None  # close may be called twice: the second call returns at once
         if not self._pending:
             return
         # The thread has ended with checkpoints left: the upload failed too often, or an unknown error ended the thread.
