@@ -7,7 +7,7 @@ The way of a row from its file to the model, in the order of reading:
 3. ``_row_source``: ``RowSource`` knows where the rows come from; ``_data_files`` finds local files and their rows, and
    ``_file_formats`` decodes a row.
 4. ``_tokenized``: ``prepare_rows`` opens the entry of the rows in the cache (``_row_cache``), whose key is their
-   ``_fingerprint``. If the cache does not have them, ``Tokenize`` converts all rows, in several processes
+   ``_fingerprint``. If the cache does not have them, ``RowTokenizer`` converts all rows, in several processes
    (``_processes``), by the steps 5 to 7.
 5. ``torchtune.data._to_messages``: the row becomes messages; their masks say what is trained on.
 6. ``torchtune.tokenizers._hf_tokenizer``: the messages become tokens and a mask, by the checkpoint's template.

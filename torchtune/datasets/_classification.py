@@ -14,7 +14,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, DataError, as_messages, kin
 from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_formats import CONVERSATION_FORMATS, LABELED_TEXTS
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
 
 # As config.json names them.
@@ -302,8 +302,7 @@ class ClassificationDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
-            # Without labels and problem_type: they change only the targets, which are not stored.
+            RowTokenizer(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
             depends_on={
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -311,6 +310,7 @@ class ClassificationDataset(TokenizedDataset):
                 "label_column": label_column,
                 "add_eos": add_eos,
                 "limit": transform.limit,
+                # Without labels and problem_type: they change only the targets, which are not stored.
             },
             formats=(LABELED_TEXTS, *CONVERSATION_FORMATS.values()),
         )
@@ -336,7 +336,7 @@ class ClassificationDataset(TokenizedDataset):
                 raise DataError(f"{self.source}: labels names classes, but a regression has none: leave it out.")
             return ClassificationTask(REGRESSION)
         if labels is None:
-            names = tuple(self.counts)
+            names = tuple(self.counts)  # sorted, so that the outputs do not depend on the order of the rows
         else:
             names = tuple(class_name(label) for label in labels)
         duplicates = [name for name, count in Counter(names).items() if count > 1]

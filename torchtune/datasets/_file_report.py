@@ -149,13 +149,13 @@ _ANSWER_SETTINGS = (
 )
 
 
-def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str | None:
+def _problem(row: Any, row_format: RowFormat, user_settings: Mapping[str, Any]) -> str | None:
     """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason.
 
     Args:
         row: the row.
         row_format: its format.
-        chosen: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
+        user_settings: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
 
     Returns:
         None if there is no reason, or the builder does not read conversations.
@@ -164,8 +164,8 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
     settings = dict(row_format.settings)
     # As the builder makes the transform of this row; alpaca_dataset has no new_system_prompt.
     options = {}
-    if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
-        options["new_system_prompt"] = chosen["new_system_prompt"]
+    if user_settings.get("new_system_prompt") is not None and builder != "alpaca_dataset":
+        options["new_system_prompt"] = user_settings["new_system_prompt"]
     columns = {}
     for name, column in settings.items():
         if name.startswith("column_map."):
@@ -182,7 +182,7 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
         # Of a pair, the chosen answer stands for both: the transform has compared their prompts.
         messages = sample.get("messages", sample.get("chosen"))
         # Preference datasets take turns in any order.
-        if builder != "preference_dataset" and not chosen.get("allow_any_order"):
+        if builder != "preference_dataset" and not user_settings.get("allow_any_order"):
             validate_messages(messages)
     except DataError as error:
         return str(error)
@@ -219,7 +219,9 @@ def _count_characters(value: Any) -> int:
 
 
 def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file or folder as a run reads it; lines of text files are undecoded.
+    """Yield (number, row) of a file or folder as a run reads it, counted from 1.
+
+    Lines of text files are undecoded, so that the caller can report a broken line and go on.
 
     Args:
         path: path of a data file, possibly compressed, or of a folder.
@@ -359,6 +361,7 @@ def _read_rows(
         except DataError as error:
             facts.problems.append((number, str(error)))
             continue
+        # All rows are compared; what takes longer is done for a sample.
         key = _hash_of(columns, row_format)
         first = facts.hashes.setdefault(key, number)
         if first != number:
@@ -495,7 +498,8 @@ def histogram(values: list[int], unit: str) -> str:
     # Bins end at the 98th percentile, so that a few long rows do not make them wide.
     percentile = min(len(ordered) - 1, int(0.98 * len(ordered)))
     top = ordered[percentile]
-    # The width is 1, 2 or 5 times a power of ten: the first with which ten bins reach the top.
+    # The width is 1, 2 or 5 times a power of ten: the first with which ten bins reach the top. Factors from 10 on are
+    # those of the next power.
     num_digits = len(str(max(top // 10, 1)))
     magnitude = 10 ** (num_digits - 1)
     width = next(factor * magnitude for factor in (1, 2, 5, 10, 20) if factor * magnitude * 10 > top)

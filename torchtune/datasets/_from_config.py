@@ -26,7 +26,7 @@ from torchtune.datasets._tokenized import check_label_weights, check_row
 from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
 
-# Maximum number of examples that are searched for a label: some rows may have none within max_seq_len.
+# Maximum number of examples that are searched for a label.
 _NUM_SEARCHED = 32
 
 
@@ -129,6 +129,7 @@ class CheckedDataset(WrappedDataset):
         """Raise if the first examples have no labels, or every label is the token at its own position.
 
         The search ends at the first label that is another token than that at its position, mostly in the first example.
+        A whole example may be masked, and a label may equal its token by chance, so that several are searched.
         """
         tokens: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []

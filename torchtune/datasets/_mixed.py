@@ -183,7 +183,10 @@ class MixedDataset(ConcatDataset):
         super().__init__(list(datasets.values()))
 
     def _set_sizes(self) -> None:
-        """Set the weights and the number of examples in an epoch of each dataset, and log them."""
+        """Set the weights and the number of examples in an epoch of each dataset, and log them.
+
+        :meth:`limit_rows` calls it again if rows are dropped, because both depend on the sizes.
+        """
         super()._set_sizes()
         self.sizes = [len(dataset) for dataset in self.parts]
         self._weights = mixture_weights(self.names, self.sizes, self._given_weights, self._temperature)

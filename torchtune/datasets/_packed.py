@@ -48,6 +48,7 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
     for row in most_first[: np.count_nonzero(image_tokens)].tolist():
         length = int(lengths[row])
         full_entries = []  # packs with fewer image tokens, but without space
+        # A search of all packs for each row would take long, so that it ends after some full ones.
         while heap and rooms[heap[0][1]] < length and len(full_entries) < _MOST_TRIES:
             full_entries.append(heapq.heappop(heap))
         if not heap or rooms[heap[0][1]] < length:

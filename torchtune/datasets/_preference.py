@@ -31,7 +31,7 @@ from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import PreparedRows
 from torchtune.datasets._tokenized import (
     NO_LABEL,
-    Tokenize,
+    RowTokenizer,
     TokenizedDataset,
     has_label,
     prepare_rows,
@@ -56,7 +56,7 @@ def prepare_answers(
     allow_empty_answers: bool,
     weight_column: str | None,
 ) -> PreparedRows:
-    """Return the token rows of one or two answers to a prompt.
+    """Return the token rows of one or two answers to a prompt; their notes are facts about images.
 
     Args:
         dataset: class of the dataset.
@@ -92,9 +92,11 @@ def prepare_answers(
         "allow_empty_answers": allow_empty_answers,
         "weight_column": weight_column,
     }
-    # The notes are facts about images. An answer without a label is refused where it is tokenized, by its name.
-    tokenize = Tokenize(tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names)
-    return prepare_rows(source, tokenize, depends_on, formats=formats_of(message_transform))
+    # An answer without a label is refused where it is tokenized, by its name.
+    row_tokenizer = RowTokenizer(
+        tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names
+    )
+    return prepare_rows(source, row_tokenizer, depends_on, formats=formats_of(message_transform))
 
 
 class AnswersDataset(TokenizedDataset):

@@ -11,7 +11,7 @@ from torchtune.datasets._row_formats import TOKEN_IDS
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import (
-    Tokenize,
+    RowTokenizer,
     TokenizedDataset,
     check_label_weights,
     check_row,
@@ -129,7 +129,7 @@ class PretokenizedDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, limit=transform.limit),
+            RowTokenizer(transform, limit=transform.limit),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,

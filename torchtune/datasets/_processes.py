@@ -56,7 +56,8 @@ def processes() -> int:
 def in_parts(rows: Any, work: Callable[[int, Any], Result], first: int = 0, end: int | None = None) -> Iterator[Result]:
     """Yield ``work(start, rows)`` of consecutive parts of ``rows``, in order, from row ``first`` to before ``end``.
 
-    A small number of rows is processed in this process, larger numbers in forked processes.
+    A small number of rows is processed in this process, before others would have started; larger numbers are processed
+    in forked processes.
 
     Raises:
         ProcessKilled: a process was killed.

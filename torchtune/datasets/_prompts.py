@@ -15,7 +15,7 @@ from torchtune.data import (
 )
 from torchtune.datasets._row_images import row_error, tokenize_text
 from torchtune.datasets._row_source import RowSource, Source
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import ModelTokenizer, check_tokenizer
 from torchtune.utils import require
 
@@ -66,7 +66,7 @@ class PromptDataset(TokenizedDataset):
         self._tokenizer = tokenizer
         rows = prepare_rows(
             row_source,
-            Tokenize(self._sample, tokenizer=tokenizer, has_notes=True, needs_labels=False),
+            RowTokenizer(self._sample, tokenizer=tokenizer, has_notes=True, needs_labels=False),
             {"dataset": type(self), "column": column, "new_system_prompt": new_system_prompt, "tokenizer": tokenizer},
             skip_setting="filter_fn",
         )

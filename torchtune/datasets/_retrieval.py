@@ -20,7 +20,7 @@ from torchtune.data import (
 from torchtune.datasets._row_formats import RERANKING, RETRIEVAL
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer, end_of_text
 from torchtune.utils import get_logger, log_rank_zero
 
@@ -171,9 +171,10 @@ class EmbeddingDataset(TokenizedDataset):
         )
 
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        # No token is predicted: labels only mark the ends of texts.
         rows = prepare_rows(
             row_source,
-            Tokenize(transform.sample, needs_labels=False),  # no token is predicted: labels only mark the ends of texts
+            RowTokenizer(transform.sample, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -405,8 +406,7 @@ class RerankingDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, has_notes=True, needs_labels=False),  # the notes are (label, query)
-            # Without listwise, which only groups the stored pairs.
+            RowTokenizer(transform, has_notes=True, needs_labels=False),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -414,10 +414,11 @@ class RerankingDataset(TokenizedDataset):
                 "template": template,
                 "add_eos": add_eos,
                 "limit": transform.limit,
+                # Without listwise, which only groups the stored pairs.
             },
             formats=(RERANKING, RETRIEVAL),
         )
-        self._labels = np.array([label for label, _ in rows.notes])
+        self._labels = np.array([label for label, _ in rows.notes])  # the notes are (label, query)
         self._examples = [[pair] for pair in range(len(rows.notes))]  # pairs of each example
         if listwise:
             # The candidates of a query are those of its row, or all rows with one document and the same query.

@@ -20,8 +20,8 @@ from torchtune.data import (
 from torchtune.datasets._bad_rows import BadRows
 from torchtune.datasets._data_files import location_of, undecoded_records
 from torchtune.datasets._processes import in_parts
-from torchtune.datasets._tokenized import arrays_of, columns_of
-from torchtune.tokenizers import tool_options
+from torchtune.datasets._tokenized import columns_of
+from torchtune.tokenizers import arrays_of, tool_options
 from torchtune.utils import sign_of_life
 
 

@@ -295,7 +295,10 @@ def _filtered(
 
 
 def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) -> Callable[[Any, int], bool]:
-    """Return a function of (row, number) that calls ``filter_fn`` as ``datasets.Dataset.filter`` does."""
+    """Return a function of (row, number) that calls ``filter_fn`` as ``datasets.Dataset.filter`` does.
+
+    Rows of files are no ``Dataset``, and the same ``filter_kwargs`` have to do the same.
+    """
     if settings.get("batched"):
         raise DataError("filter_kwargs: batched=True is not possible for files: let filter_fn take one row.")
     columns = settings.get("input_columns")
@@ -321,7 +324,9 @@ def load_rows(
     filter_kwargs: Mapping[str, Any] | None = None,
     **load_dataset_kwargs: Any,
 ) -> Any:
-    """Load rows with the ``datasets`` package, and filter them if ``filter_fn`` is set.
+    """Load rows, and filter them if ``filter_fn`` is set.
+
+    This library reads local JSON, tables and text itself; the ``datasets`` package loads other sources.
 
     Args:
         source: Hub dataset, folder, file, or loader name (``json``, ``csv``, ``parquet`` …).
@@ -330,7 +335,7 @@ def load_rows(
         **load_dataset_kwargs: passed to ``datasets.load_dataset`` (``split``, ``data_files``, ``name`` …).
 
     Returns:
-        a sequence of at least one row, usually a ``datasets.Dataset``; with ``streaming``, an unfiltered
+        a sequence of at least one row, ``FileRows`` or a ``datasets.Dataset``; with ``streaming``, an unfiltered
         ``datasets.IterableDataset``.
 
     Raises:
@@ -515,7 +520,7 @@ def without_waiting_for_the_hub() -> Iterator[None]:
 
 
 def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
-    """Return whether a connection to the Hub can be opened within some seconds.
+    """Return whether a connection to the Hub can be opened within some seconds, before the package would retry longer.
 
     True behind a proxy, because only the proxy can reach the Hub.
     """

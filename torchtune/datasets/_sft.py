@@ -40,13 +40,12 @@ from torchtune.datasets._row_images import (
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
 from torchtune.datasets._tokenized import (
-    Tokenize,
+    RowTokenizer,
     TokenizedDataset,
-    arrays_of,
     prepare_rows,
     shifted_labels,
 )
-from torchtune.tokenizers import ModelTokenizer, check_tokenizer, tool_options
+from torchtune.tokenizers import ModelTokenizer, arrays_of, check_tokenizer, tool_options
 
 # Form of a row's tokens: as the model transform returns them, as arrays, or of a conversation whose images stay closed.
 Form = Literal["lists", "arrays", "text"]
@@ -97,17 +96,17 @@ class SFTTransform(Transform):
         """
         return self._row(self.messages(sample), "lists")
 
-    def as_arrays(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+    def tokenize_row(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``self(sample)``, with arrays instead of lists if the model transform supports them."""
         return self._row(self.messages(sample), "arrays")
 
-    def all_arrays(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the result of :meth:`as_arrays` for each conversation into which the tokenizer splits the row."""
+    def tokenize_split_row(self, sample: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the result of :meth:`tokenize_row` for each conversation into which the tokenizer splits the row."""
         sample = self.messages(sample)
         conversations = self.model_transform.conversations(sample["messages"])
         return [self._row({**sample, "messages": messages}, "arrays") for messages in conversations]
 
-    def text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
+    def tokenize_row_text(self, sample: Mapping[str, Any], decode: bool = False) -> dict[str, Any]:
         """Return ``tokens``, ``labels`` and, as ``note``, the result of :func:`check_images`, without decoded images.
 
         Image files are opened, and decoded if ``decode``. Raises :class:`DataError`.
@@ -303,17 +302,19 @@ class SFTDataset(TokenizedDataset):
         takes_images = bool(getattr(model_transform, "takes_images", False))
         is_exact = True
         if takes_images:
-            tokenize_row = partial(transform.text, decode=row_source.skips)
+            tokenize_row = partial(transform.tokenize_row_text, decode=row_source.skips)
             # The fingerprint does not cover which images are broken.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
-            tokenize_row = transform.all_arrays
+            tokenize_row = transform.tokenize_split_row
         else:
-            tokenize_row = transform.as_arrays
-        tokenize = Tokenize(tokenize_row, tokenizer=model_transform, limit=limit, side=side, has_notes=takes_images)
+            tokenize_row = transform.tokenize_row
+        row_tokenizer = RowTokenizer(
+            tokenize_row, tokenizer=model_transform, limit=limit, side=side, has_notes=takes_images
+        )
         rows = prepare_rows(
             row_source,
-            tokenize,
+            row_tokenizer,
             {"dataset": type(self), "masks and columns": message_transform, "tokenizer": model_transform, **checks},
             encoded_images=takes_images and takes_encoded_images(message_transform),
             formats=formats_of(message_transform),
@@ -411,7 +412,7 @@ def sft_dataset(
             if name in settings:
                 transform_settings[name] = settings.pop(name)
         return StreamedDataset(
-            SFTTransform(message_transform, tokenizer, **transform_settings).as_arrays,
+            SFTTransform(message_transform, tokenizer, **transform_settings).tokenize_row,
             source,
             limit=getattr(tokenizer, "max_seq_len", None),
             side=getattr(tokenizer, "truncation_type", "right"),

@@ -24,7 +24,7 @@ from torchtune.datasets._packed import Piece, best_fit, document_of, split_evenl
 from torchtune.datasets._processes import ROWS, Worker, processes
 from torchtune.datasets._row_source import load_rows, without_added_nulls
 from torchtune.datasets._token_store import TokenStore
-from torchtune.datasets._tokenized import Tokenize
+from torchtune.datasets._tokenized import RowTokenizer
 from torchtune.utils import UserError, first_line, get_logger, log_once, log_rank_zero
 
 _EDGE = 1 << 20
@@ -158,7 +158,7 @@ class FileReader:
         if is_plain or is_at_end:
             opened.close()
             self._opened = None
-        else:
+        else:  # kept open, because the next window would have to unpack or parse the file up to here again
             self._opened = (path, offset, opened)
         if is_at_end:
             return rows, None, lines_before
@@ -190,7 +190,7 @@ class HubReader:
         """See :meth:`FileReader.window`; ``order`` is ignored, because the package orders the files."""
         state, rows_before = position or (None, 0)
         try:
-            # The open iterator goes on only where it stopped; a state has to read its file again up to there.
+            # Loading a state reads its file again from the beginning, so that the open iterator goes on where it can.
             if self._open is None or self._open[0] != position or position is None:
                 self._dataset.load_state_dict(_plain(state or self._beginning))
                 self._open = (position, iter(self._dataset))
@@ -408,6 +408,7 @@ class StreamedDataset(ExampleDataset):
             raise DataError(f"shuffle_buffer must be at least 1, not {shuffle_buffer}.")
         if on_bad_row not in ("stop", "skip"):
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
+        # Settings of datasets that read all rows, which a config may still have.
         if prepared is not None:
             raise DataError("prepared data are read from disk as they are needed: leave streaming out.")
         if drop_duplicates:
@@ -415,8 +416,8 @@ class StreamedDataset(ExampleDataset):
         if filter_kwargs is not None:
             raise DataError("filter_kwargs is not possible for a stream: let filter_fn take one row.")
         self._reader, self.source = open_reader(source, **load_dataset_kwargs)
-        self._tokenize = Tokenize(transform, tokenizer=tokenizer, limit=limit, side=side)
-        self._longest: int | None = None  # tokens of a row that the model reads
+        self._row_tokenizer = RowTokenizer(transform, tokenizer=tokenizer, limit=limit, side=side)
+        self._longest: int | None = None  # tokens of a row that the model reads; `limit_rows` sets it
         self._reported_kinds: set[str] = set()  # of texts that the chat template leaves out
         self._filter = filter_fn
         self._window_size = shuffle_buffer
@@ -433,7 +434,7 @@ class StreamedDataset(ExampleDataset):
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`; rows that packs divide are cut instead."""
         self._longest = longest
         if not self._splits:
-            self._tokenize.longest = longest
+            self._row_tokenizer.longest = longest
 
     def begin(self, seed: int, *, shuffle: bool) -> None:
         """Move to the first example; the order depends on ``seed`` if ``shuffle``."""
@@ -547,7 +548,7 @@ class StreamedDataset(ExampleDataset):
                 if self._filter is None or self._filter(values):
                     numbers.append(number)
                     columns.append(values)
-            tokenized = self._tokenize(0, columns, lambda index: rows[numbers[index]].location)
+            tokenized = self._row_tokenizer.tokenize_part(0, columns, lambda index: rows[numbers[index]].location)
         if tokenized is None:
             raise DataError(f"{self.source}: rows with more than text cannot be streamed: leave streaming out.")
         batch, facts = tokenized

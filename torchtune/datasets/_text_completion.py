@@ -8,7 +8,7 @@ from torchtune.datasets._packed import PackedDataset, pack_length
 from torchtune.datasets._row_formats import LABELED_TEXTS, RAW_TEXT
 from torchtune.datasets._row_source import RowSource, Source
 from torchtune.datasets._streamed import StreamedDataset
-from torchtune.datasets._tokenized import Tokenize, TokenizedDataset, prepare_rows
+from torchtune.datasets._tokenized import RowTokenizer, TokenizedDataset, prepare_rows
 from torchtune.tokenizers import BaseTokenizer, check_tokenizer
 
 
@@ -76,7 +76,7 @@ class TextCompletionDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, limit=transform.limit),
+            RowTokenizer(transform, limit=transform.limit),
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,

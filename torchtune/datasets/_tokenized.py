@@ -53,14 +53,6 @@ def shifted_labels(tokens: Sequence[int], mask: Sequence[bool]) -> list[int] | n
     return labels.tolist()
 
 
-def arrays_of(transform: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``transform(sample)``, or the faster ``as_arrays(sample)`` if its class defines it."""
-    as_arrays = vars(type(transform)).get("as_arrays")  # ignore an inherited one: a subclass may tokenize differently
-    if as_arrays is None:
-        return transform(sample)
-    return as_arrays(transform, sample)
-
-
 def has_label(sample: Mapping[str, Any]) -> bool:
     """Return whether a sample has a label that is not ignored."""
     return bool((np.asarray(sample["labels"]) != CROSS_ENTROPY_IGNORE_IDX).any())
@@ -134,8 +126,8 @@ def too_long(longest: int, *, is_prompt: bool = False) -> str:
     return f"{reason}, or truncate rows with tokenizer.max_seq_len={longest}"
 
 
-class Tokenize:
-    """Callable that tokenizes consecutive rows.
+class RowTokenizer:
+    """Tokenizer of consecutive rows, which collects the reasons why some cannot be trained on.
 
     Args:
         transform: row -> a sample, or a list of samples: mappings with ``tokens``, ``labels`` and optionally
@@ -177,7 +169,7 @@ class Tokenize:
         self._answers = answers
         self.longest: int | None = None
 
-    def __call__(
+    def tokenize_part(
         self, start: int, rows: Iterable[Any], location: Callable[[int], str] = "row {}".format
     ) -> tuple[pa.RecordBatch, dict[str, Any]] | None:
         """Tokenize the rows from number ``start`` on; ``location`` names a row for the watchdog.
@@ -275,7 +267,7 @@ def columns_of(row: Any) -> Mapping[str, Any]:
 
 def prepare_rows(
     source: RowSource,
-    tokenize: Tokenize,
+    row_tokenizer: RowTokenizer,
     depends_on: Mapping[str, Any],
     *,
     encoded_images: bool = False,
@@ -287,7 +279,7 @@ def prepare_rows(
 
     Args:
         source: the source.
-        tokenize: tokenizes the rows.
+        row_tokenizer: tokenizes the rows.
         depends_on: name -> value of everything that determines the token rows, except the source.
         encoded_images: whether the transform opens the images of a table itself, see :meth:`RowSource.rows`.
         skip_setting: the setting that skips rows that cannot be trained on, for messages.
@@ -311,7 +303,7 @@ def prepare_rows(
             numbers = range(len(rows))
             if shard is not None:
                 numbers = shard.rows(len(rows))
-            entry.is_stored = _write_rows(rows, numbers, tokenize, bad, entry.writer)
+            entry.is_stored = _write_rows(rows, numbers, row_tokenizer, bad, entry.writer)
     token_rows = entry.rows
     # The dataset of rows with images says why they cannot be prepared.
     if shard is not None and token_rows is not None and not token_rows.notes:
@@ -319,7 +311,7 @@ def prepare_rows(
     return token_rows
 
 
-def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, writer: RowWriter) -> bool:
+def _write_rows(rows: Any, numbers: range, row_tokenizer: RowTokenizer, bad: BadRows, writer: RowWriter) -> bool:
     """Write the tokens of consecutive rows, with a progress bar; many rows are tokenized in several processes.
 
     Rows that a killed process has written are not tokenized again.
@@ -327,7 +319,7 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     Args:
         rows: all rows of the source.
         numbers: the rows to write; without any, a batch without rows is written.
-        tokenize: tokenizes them.
+        row_tokenizer: tokenizes them.
         bad: collects the rows that cannot be trained on.
         writer: writes them.
 
@@ -347,9 +339,9 @@ def _write_rows(rows: Any, numbers: range, tokenize: Tokenize, bad: BadRows, wri
     if os.environ.get("GROUP_RANK", "0") != "0":  # another machine shows it
         hidden = True
     if not numbers and not writer.sums:  # no batch yet: a shard without rows has one, too
-        writer.write(*tokenize(numbers.start, []))
+        writer.write(*row_tokenizer.tokenize_part(numbers.start, []))
     with tqdm(total=len(numbers), initial=done, desc="Tokenizing", unit=" rows", disable=hidden) as bar:
-        for tokenized in in_parts(rows, tokenize, numbers.start + done, numbers.stop):
+        for tokenized in in_parts(rows, row_tokenizer.tokenize_part, numbers.start + done, numbers.stop):
             if tokenized is None:
                 return False
             batch, facts = tokenized

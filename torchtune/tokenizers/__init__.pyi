@@ -19,6 +19,6 @@ from ._protocols import BaseTokenizer as BaseTokenizer
 from ._protocols import ModelTokenizer as ModelTokenizer
 from ._protocols import RecipeTokenizer as RecipeTokenizer
 from ._protocols import SavableTokenizer as SavableTokenizer
-from ._protocols import chat_template_text, check_tokenizer, end_of_text, text_only, tool_options
+from ._protocols import arrays_of, chat_template_text, check_tokenizer, end_of_text, text_only, tool_options
 from ._sentencepiece import SentencePieceBaseTokenizer as SentencePieceBaseTokenizer
 from ._sentencepiece import SentencePieceChatTokenizer

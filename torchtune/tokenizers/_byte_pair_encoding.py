@@ -328,7 +328,7 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
             config = content["config"]
             self.num_control = int(config["default_num_special_tokens"])
             self.vocab_size = int(config["default_vocab_size"])
-            self.version = str(config.get("version", "v3"))
+            self.version = str(config.get("version", "v3"))  # the first releases state none
             # The file lists more tokens than the model has.
             num_ranks = self.vocab_size - self.num_control
             ranks: dict[bytes, int] = {}
@@ -340,7 +340,7 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
             self.special_tokens: dict[str, int] = {}
             for entry in content.get("special_tokens") or ():
                 self.special_tokens[entry["token_str"]] = int(entry["rank"])
-            if not self.special_tokens:
+            if not self.special_tokens:  # the first releases do not list them
                 self.special_tokens = {token: token_id for token_id, token in enumerate(_FIRST_CONTROL_TOKENS)}
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:

@@ -214,7 +214,7 @@ class ChatTemplate:
             raise
         except (RecursionError, MemoryError, OverflowError) as error:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
-        except _TEMPLATE_FAILURES as error:
+        except _TEMPLATE_FAILURES as error:  # its own raise_exception, or an expression that the data do not fit
             raise DataError(f"the chat template refuses the conversation: {error}") from error
         if _GENERATION_START not in text:
             return text, []
@@ -583,6 +583,7 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
         order = ""
         texts = []
     if order == "suau" and texts[2:] == [answer, after, end]:  # before the first turn
+        # Without a system turn, `before` may hold a default one.
         start = "{{ if .System }}" + texts[0] + "{{ .System }}" + texts[1] + "{{ else }}" + before + "{{ end }}"
     elif order == "uasu" and texts[:3] == [before, answer, after] and texts[4] == end:  # inside the last question
         system_in_question = "{{ if and $.System (eq $i $end) }}{{ $.System }}" + texts[3] + "{{ end }}"

@@ -79,6 +79,7 @@ class ChatMLTurns(TurnsTokenizer):
             required.add(pad_token)
         if missing := sorted(required - self.special_tokens.keys()):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
+        # NFC, as in the `tokenizer.json` of these checkpoints.
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
         hidden_tokens = []  # in texts of training data
         if not parse_special_tokens:  # others, such as <tool_call>, are parsed in every text
@@ -208,7 +209,7 @@ class HeaderTurns(TurnsTokenizer):
         self.bos_id, self.eos_id = ids[:2]
         self.start_header_id, self.end_header_id = ids[2:4]
         self.eom_id, self.eot_id = ids[4:6]
-        self.python_tag = self.special_tokens.get("<|python_tag|>")
+        self.python_tag = self.special_tokens.get("<|python_tag|>")  # None for Llama 4, which has no such token
         self._special_ids = frozenset(self.special_tokens.values())
         pad_name, step_name = self.optional
         self.pad_id = self.special_tokens.get(f"<|{pad_name}|>", self.eos_id)

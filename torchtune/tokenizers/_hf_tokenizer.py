@@ -397,13 +397,14 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.vocab_size = self.base_tokenizer.vocab_size
         folder = local_path(tokenizer_json_path, "tokenizer.tokenizer_json_path").expanduser().parent
         self._replaces_template = chat_template is not None
+        # Templates write named tokens by variables, such as bos_token.
         variables = {**self.base_tokenizer.named_tokens, **(chat_template_kwargs or {})}
         sources = template_sources(folder, self.base_tokenizer.config, chat_template)
         self.chat_templates = {name: ChatTemplate(source, variables) for name, source in sources.items()}
         self._control_tokens = self.base_tokenizer.control_tokens
         self._encoder = self.base_tokenizer.encoder
         self._omitted = OmittedTexts()
-        self._set_stops()
+        self._set_stops()  # needs the templates; the layouts need the stops
         self._layouts = LayoutCache(self._stops, list(self.special_tokens))
 
     def _set_stops(self) -> None:
@@ -519,7 +520,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         if kept_reasoning is not None:  # the text has marks in place of the reasoning
             text, spans = kept_reasoning.restore(text, spans)
         tokens, mask = self._encoder.encode(text, spans)
-        eos_id = None
+        eos_id = None  # of an open conversation, which goes on also where it is truncated
         if closed:
             eos_id = self.eos_id
         # The model has to learn to stop, even if the template ends the last turn without a token that says so.

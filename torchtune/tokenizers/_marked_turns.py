@@ -54,7 +54,7 @@ def read_marks(marked: str) -> Rendering:
     """
     pieces: list[str] = []
     spans: dict[int, Span] = {}
-    closed: set[int] = set()
+    closed: set[int] = set()  # numbers whose span is complete: a second occurrence does not move its end
     length = 0
     position = 0
     for mark in _MARK.finditer(marked):

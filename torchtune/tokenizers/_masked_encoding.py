@@ -147,7 +147,8 @@ class MaskedEncoder:
         """Replace control tokens by their names in the renamed tokenizer, and placeholders by their control tokens.
 
         Returns:
-            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text.
+            the new text, and the start of each piece, replaced or unchanged, in ``text`` and in the new text, by which
+            positions in ``text`` are converted.
         """
         texts = self.control_tokens.texts
         any_token = any_text_pattern(texts)
@@ -318,7 +319,8 @@ class WordEncoder:
         self._special = re.compile(f"({any_text_pattern(self._special_ids)})")
         self._agreeing_characters: set[str] = set()
         self._differing_characters: set[str] = set()
-        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say.
+        # Compare the ids with the tokenizer's on random ASCII texts, whatever its settings say. The seed is fixed, so
+        # that all processes decide alike.
         draw = random.Random(0)
         parts = ["'s", "'LL", "'ve", " ", "  ", "\n", "\n\n", "\t", "\r\n", "a", "The", " cat", "1", "234", ".", "..."]
         for _ in range(80):

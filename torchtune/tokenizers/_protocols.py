@@ -177,6 +177,15 @@ def messages_of(sample: dict[str, Any]) -> Sequence[MessageLike]:
     return sample.pop("messages")
 
 
+def arrays_of(tokenizer: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``tokenizer(sample)``, or the faster ``tokenizer.as_arrays(sample)`` if its class defines it."""
+    # Ignore an inherited one: a subclass may tokenize differently.
+    as_arrays = vars(type(tokenizer)).get("as_arrays")
+    if as_arrays is None:
+        return tokenizer(sample)
+    return as_arrays(tokenizer, sample)
+
+
 def tool_options(tokenizer: Any, tools: Sequence[Any] | None) -> dict[str, Any]:
     """Return the argument of ``tokenize_messages`` with the tools of a row; none without tools.
 

@@ -188,7 +188,7 @@ def test_array_rows_equal_list_rows(tokenizer):
     transform = SFTTransform(OpenAIToMessages(), tokenizer)
     for texts in (["red  sun", "blue one"], ["a", "b", "c\n d", "<|im_end|>"], ["red", "blue " * 300]):
         lists = transform(openai(*texts))
-        arrays = transform.as_arrays(openai(*texts))
+        arrays = transform.tokenize_row(openai(*texts))
         assert isinstance(arrays["labels"], np.ndarray)
         assert lists == {name: values.tolist() for name, values in arrays.items()}
 
