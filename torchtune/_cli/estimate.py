@@ -122,7 +122,8 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
         limit = parse_memory(fit)
     if processes > 1 and recipe.registered:  # a user's own recipe may run in any number of processes
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
-        if not entry.supports_distributed:
+        # A user's recipe inside a checkout has no groups, and may run in any number of processes, too.
+        if entry.groups and not entry.supports_distributed:
             raise UserError(
                 f"--simulate {cluster}: {recipe.name} runs on one device: simulate 1x{cluster.partition('x')[2]}, or "
                 "use the recipe and config for several devices."
