@@ -171,6 +171,7 @@ def render(
     """
     model_values = _model_values(model)
     if is_for_any_model:
+        # Without the rules for sizes: the model is only known when the config runs.
         values = {**methods()[method], **changes}
         model_values["weights"] = "${model.checkpoint_dir}"
         tokenizer = "hf"
@@ -179,6 +180,7 @@ def render(
         model_values["weights"] = model_values["dir"]
         tokenizer = models()["families"].get(model_values["family"], {}).get("tokenizer", "hf")
 
+    # Names after #if in the templates.
     parts = {*values.get("is", []), *models()["models"][model].get("is", [])}
     if sizes()[model]["experts"]:
         parts.add("experts")
@@ -190,7 +192,7 @@ def render(
     if "image_tokens" in parts and "tensor" in values:
         values["tensor"] = 1  # models with images have no tensor parallelism
     values["name"] = name
-    values["group"] = sizes()[model].get("group")
+    values["group"] = sizes()[model].get("group")  # None with experts, which no config quantizes
     values["trained"] = "adapters of " if "adapters" in parts else ""
     if "devices" in parts:
         values["where"] = "several devices"
@@ -203,8 +205,10 @@ def render(
             values[f"teacher_{key}"] = value
         values["teacher_weights"] = "${teacher_model.checkpoint_dir}" if is_for_any_model else values["teacher_dir"]
 
+    # For any model, the tokenizer follows the setting of the checkpoint, too.
     tokenizer_template = _Template((TEMPLATES / "tokenizers" / f"{tokenizer}.yaml").read_text())
     tokenizer_text = tokenizer_template.substitute({**model_values, "dir": model_values["weights"]})
+    # Before the names are filled in: a method lacks values for the parts that are left out.
     text = select_parts((TEMPLATES / f"{values['template']}.yaml").read_text(), parts)
     text = _Template(text).substitute(model_values | values, tokenizer=textwrap.indent(tokenizer_text.rstrip(), "  "))
     return _without_defaults(text, values["recipe"])
@@ -285,7 +289,7 @@ def reason_against(model: str, method: str) -> str | None:
     size = sizes()[model]
     entry = methods()[method]
     parts = entry.get("is", [])
-    if method in row.get("configs", []):
+    if method in row.get("configs", []):  # a shipped file, whatever the rules below say
         return None
     if "replaced_by" in entry:
         return f"{method} is for the models whose configs are files: see {model}_{entry['replaced_by']}"
@@ -298,7 +302,7 @@ def reason_against(model: str, method: str) -> str | None:
     if "dora" in parts and size["experts"]:
         return f"{model} has experts, which have no DoRA: see {model}_lora"
     is_quantized = "quantizer" in parts or entry["recipe"] == "quantize"
-    if is_quantized and "group" not in size:
+    if is_quantized and "group" not in size:  # only dense models have neighbors that share a scale
         return f"{model} has experts, which cannot be quantized yet"
     teacher = None
     if entry["recipe"] == "knowledge_distillation":
@@ -311,9 +315,15 @@ def reason_against(model: str, method: str) -> str | None:
 
 
 def _reason_of_memory(model: str, method: str, teacher: str | None) -> str | None:
-    """Return why a method needs more memory than a device has, or ``None``; several devices share the parameters."""
+    """Return why a method needs more memory than a device has, or ``None`` if it fits.
+
+    Args:
+        model: model of the table of models.
+        method: method of the table of methods.
+        teacher: teacher of a distillation, which the device holds beside the model.
+    """
     bytes_per_parameter = methods()[method].get("bytes")
-    if bytes_per_parameter is None:
+    if bytes_per_parameter is None:  # a method of several devices, which share the parameters
         return None
     parameters = sizes()[model]["parameters"]
     described = f"{model} has {parameters / 1e9:.0f} billion parameters"

@@ -29,6 +29,7 @@ def download(
     """
     from huggingface_hub import HfApi, errors, snapshot_download
 
+    # The token becomes an HTTP header, which must be ASCII: the client's own error would not name the option.
     if token is not None and not re.fullmatch(r"[!-~]*", token):
         raise UserError("--hf-token: a token is of letters, digits and signs, without spaces: copy it again.")
     if output_dir is not None:
@@ -37,7 +38,7 @@ def download(
         # Checked first: without a network, snapshot_download accepts a partial folder.
         info = HfApi(token=token).model_info(repo_id)
         if output_dir is not None:
-            _make_own(output_dir)
+            _make_own(output_dir)  # only now: a repository that does not exist leaves no folder behind
         else:
             names = [file.rfilename for file in info.siblings or ()]
             if any(name.endswith(".safetensors") for name in names):
@@ -58,6 +59,7 @@ def download(
             raise _explain(error, repo_id, output_dir, token) from error
         return cached_folder
     if output_dir is not None:
+        # Adapters and model cards name their base by this file.
         write_json(folder / REPO_ID_FILE, {"repo_id": repo_id})
     return folder
 
@@ -68,7 +70,7 @@ def _explain(error: Exception, repo_id: str, output_dir: Path | None, token: str
 
     if isinstance(error, errors.HFValidationError):
         return UserError(f"'{repo_id}' is not the name of a repository: it has the form owner/name.")
-    if isinstance(error, errors.GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError, so that it comes first
         reason = "a token of an account that has access is needed: give --hf-token, or set HF_TOKEN"
         if token:
             reason = "the account of your token has no access: ask for it on the repository's page"
@@ -140,11 +142,13 @@ def describe_access(timeout: float = 5.0) -> str:
         answer = get_session().get(f"{constants.ENDPOINT}/api/whoami-v2", headers=build_hf_headers(), timeout=timeout)
         account = answer.json()["name"] if answer.status_code == 200 else None
     except (errors.HTTPError, OSError, ValueError, LookupError, TypeError) as error:
+        # The last three: something else answers, such as the login page of a network, without JSON or a name.
         return f"offline: {constants.ENDPOINT} gives no answer of a hub ({_first_line(error, token)})"
     if account is not None:
         return f"{constants.ENDPOINT} answers, signed in as {account}"
     if answer.status_code != 401:
         return f"{constants.ENDPOINT} answers with status {answer.status_code}: try again later"
+    # The hub answers with 401 to an invalid token, and also to a request without one.
     if token:
         return f"{constants.ENDPOINT} refuses the token: make another"
     return f"{constants.ENDPOINT} answers, without a token: gated models need HF_TOKEN"

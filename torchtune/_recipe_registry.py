@@ -135,7 +135,10 @@ def _groups_by_recipe() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def _scan() -> tuple[Recipe, ...]:
-    """Return all recipes with their configs, from the files; cached, because there are hundreds."""
+    """Return all recipes with their configs, from the files; cached, because there are hundreds.
+
+    Configs that name no recipe, or one that is not there, are left out.
+    """
     recipes = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).parts
@@ -323,27 +326,30 @@ def resolve_recipe(name: str) -> RecipeTarget:
     """Find the recipe called ``name``: a shipped one, a file, or a dotted module (also in the current directory).
 
     Raises:
-        UserError: there is no such recipe.
+        UserError: there is no such recipe, or the file is not a Python file.
     """
     name = current_name(name)
     path = find_recipe(name)
     if path is None:
         for file in (Path(name), Path(f"{name}.py")):
-            if file.is_file():
+            if os.path.isfile(file):  # False if the name is too long
                 path = file.resolve()
                 break
+    if path is not None and path.suffix != ".py":
+        raise UserError(f"{name} is not a recipe, which is a Python file: name a config after --config, rows in data=.")
     # A recipe's module, and the components that its config names, may be in the current directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     if path is not None:
         return RecipeTarget(name, path=path)
     parts = name.split(".")
+    # A name that ends with .py is a missing file, not a module called "py" in a package.
     is_module_name = all(part.isidentifier() for part in parts) and not name.endswith(".py")
     # A name without a dot is more likely a mistyped recipe than a top-level module, such as "test".
     if is_module_name and len(parts) > 1:
         try:
             spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError:  # raised if a parent package is missing; for the module itself, the spec is None
             spec = None
         if spec is not None:
             return RecipeTarget(name, module=name)
@@ -418,27 +424,27 @@ def find_configs(words: Iterable[str], kind: ConfigKind = "usual") -> list[tuple
     """Return the configs that match all words: a family, a size, a method, a device, or a recipe's name.
 
     Args:
-        words: the words.
+        words: the words; without any, all configs of the kind match.
         kind: search the configs of a kind.
     """
     names_of_recipe = {recipe.name: [recipe.name, *recipe.former_names] for recipe in get_all_recipes()}
     search_terms: list[str] = []
     all_recipe_names = set(itertools.chain(*names_of_recipe.values()))
     for word in words:
-        if word in all_recipe_names:
+        if word in all_recipe_names:  # kept whole: a recipe's name may have a folder, such as dev/
             search_terms.append(word)
         else:  # a config's name, such as qwen3/8B_lora, is its family and the words of its stem
             search_terms += [part for part in word.lower().split("/") if part]
     pairs = _configs_of(kind)
     for term in search_terms:
-        family = re.sub(r"[.-]", "_", term)
+        family = re.sub(r"[.-]", "_", term)  # folders of configs have underscores: qwen2_5 for "qwen2.5"
         prefix = family
         if family in families():  # "qwen3" matches one family, "qwen" all that begin with it
             prefix += "/"
         matches = []
         for config, recipe in pairs:
             is_named = config.name.startswith(prefix) or term in names_of_recipe[recipe.name]
-            if is_named or f"_{term}_" in _words(config, recipe):
+            if is_named or f"_{term}_" in _words(config, recipe):  # whole words; a term may be several, such as 8b_lora
                 matches.append((config, recipe))
         pairs = matches
     return pairs
@@ -454,7 +460,7 @@ def search_words() -> set[str]:
 
 
 def suggest_configs(name: str) -> str:
-    """Return a hint for an unknown config name: the closest names of its family, a corrected spelling, or ""."""
+    """Return a hint for an unknown config name: why there is none, similar names, a corrected spelling, or ""."""
     reason = reason_without_config(name)
     if reason is not None:
         return f"{reason}."
@@ -471,6 +477,7 @@ def suggest_configs(name: str) -> str:
         return -shared, additional
 
     same_family = [candidate for candidate in names if candidate.startswith(f"{family}/")]
+    # If all words are known, their combination is missing: similar spellings would be of no help.
     if same_family and words <= search_words():
         nearest = ", ".join(map(repr, sorted(same_family, key=rank)[:3]))
         return f"nearest are {nearest}; with overrides they run any model and method (docs/configs.rst)."

@@ -119,12 +119,14 @@ def test_with_a_cached_teacher_only_rows_that_the_run_visits_are_measured(tmp_pa
     assert judge(run_folder).interval.pairs == 6
 
 
-def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_one_word", [False, True])
+def test_settings_that_differ_from_the_config_are_listed(tmp_path, monkeypatch, is_one_word):
     module = load_recipe(LORA, tmp_path, None)
     config = write_config(LORA, tmp_path, tmp_path / "run")
     config.write_text(config.read_text().replace("lr: 0.01", "lr: 1e-2"))
     overrides = ["batch_size=8", "clip_grad_norm=1.0", "dataset.split=train[:16]"]
-    monkeypatch.setattr(sys, "argv", ["recipe", "--config", str(config), *overrides])
+    option = [f"--config={config}"] if is_one_word else ["--config", str(config)]
+    monkeypatch.setattr(sys, "argv", ["recipe", *option, *overrides])
     module.recipe_main(load_and_check(config, overrides, module.recipe_main))
     start = RunFolder(tmp_path / "run").start
     assert start["config"] == str(config)

@@ -95,7 +95,7 @@ def _give_signs_of_life() -> None:
 
 
 def _count_processes(requested: str | None) -> int:
-    """Return the number of processes that ``--nproc-per-node`` asks for."""
+    """Return the number of processes that ``--nproc-per-node`` asks for; 1 without the option."""
     if requested is None:
         return 1
     if requested.isdigit():
@@ -143,13 +143,13 @@ class _Followers:
         threads = max(1, self._threads_before // self._size)
         torch.set_num_threads(threads)
         for rank in range(1, self._size):
-            errors = tempfile.TemporaryFile()
+            errors = tempfile.TemporaryFile()  # a full pipe would block the follower until rank 0 reads it
             ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), _FOLLOWER: "1"}
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchtune._cli.tune", *sys.argv[1:]],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), **ranks},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE,  # closes when rank 0 ends, however: the follower then ends, too
+                stdout=subprocess.PIPE,  # for signs of life
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
@@ -177,9 +177,10 @@ class _Followers:
                 try:
                     process.wait(_MOST_SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
-                    break  # rank 0 has all results
+                    break  # rank 0 has all results: the followers are killed below
             failed_rank = self._failed_rank()
         else:
+            # Raised as it is, or as the cause of a user error.
             cause = error if isinstance(error, RuntimeError) else error.__cause__
             if isinstance(cause, RuntimeError):  # of a collective, if a follower has failed or hangs
                 # The collective may fail some time before the process of the follower has ended.
@@ -194,7 +195,7 @@ class _Followers:
                     )
         if failed_rank is not None:
             text = self._explain(failed_rank)
-        self._kill()
+        self._kill()  # after an error or a timeout, some may still run
         _leave_group()
         torch.set_num_threads(self._threads_before)
         for name, value in self._environment_before.items():
@@ -208,11 +209,14 @@ class _Followers:
             raise LostFollowerError(text) from error
 
     def _watch(self) -> None:
-        """End this process if a follower fails or is stopped while rank 0 waits: for input, or a collective."""
+        """End this process if a follower fails or is stopped while rank 0 waits: for input, or a collective.
+
+        Such a wait cannot be interrupted from this thread, so the whole process ends.
+        """
         last_check = time.monotonic()
         while not self._is_over.wait(0.2):
             now = time.monotonic()
-            if now - last_check > _SECONDS_OF_A_STOP:  # this process has read no signs for so long
+            if now - last_check > _SECONDS_OF_A_STOP:  # this process was stopped itself, and has read no signs
                 self._last_signs = [now] * len(self._last_signs)
             last_check = now
             silent_rank = self._silent_rank(now)

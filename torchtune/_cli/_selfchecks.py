@@ -108,9 +108,9 @@ def selfcheck(recipe: RecipeTarget, config: Path, overrides: list[str], folder: 
     ):
         try:
             verdict = Verdict(name, "passed", check(), details)
-        except NotChecked as error:
+        except NotChecked as error:  # a UserError, too
             verdict = Verdict(name, "not checked", str(error), details)
-        except UserError as error:
+        except UserError as error:  # CheckFailed, or an error of the recipe or the data; the other checks go on
             verdict = Verdict(name, "failed", str(error), details)
         yield verdict
 
@@ -121,7 +121,7 @@ class _Checks:
     def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
         main = recipe.load_main()
         document = read_document(config)
-        load_and_check(config, overrides, main)
+        load_and_check(config, overrides, main)  # raises if there are mistakes; the runs change the plain settings
         apply_overrides(document, overrides)
         for name in ("dataset", "tokenizer", "checkpointer"):
             if name not in document.data:
@@ -131,13 +131,15 @@ class _Checks:
         self._data = document.data
         settings = settings_of(main)
         fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+        # A recipe without a settings dataclass has at least the settings of its config.
         self._setting_names = {field.name for field in fields} or {*self._data}
+        # The runs are compared in float32, unless the user chooses another dtype.
         if not any(text.startswith("dtype=") for text in overrides):
             self._data["dtype"] = "fp32"
         # Relative difference that another order of additions may cause, with room for several layers.
         self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
         if "max_seq_len" in _arguments(self._data["tokenizer"]) and not self._data["tokenizer"].get("max_seq_len"):
-            self._data["tokenizer"]["max_seq_len"] = 1024
+            self._data["tokenizer"]["max_seq_len"] = 1024  # a pack needs a length; a short one takes little memory
         self._num_rows = _ROWS * len(self._dataset_nodes(self._data))
 
     @staticmethod
@@ -165,7 +167,8 @@ class _Checks:
 
         Args:
             name: name of the run's folder, config and log.
-            is_compared: whether another run must have the same losses and gradients: it has plain SGD and no dropout.
+            is_compared: whether another run must have the same losses and gradients: it has no dropout, and plain SGD,
+                whose update shows a wrong scale of the gradient.
             packed: whether rows are packed.
             **changes: settings of the run, if the recipe has them.
 
@@ -190,13 +193,15 @@ class _Checks:
             "filename": "log.jsonl",
         }
         data["checkpointer"] = {**data["checkpointer"], "output_dir": str(output)}
-        data["checkpointer"].pop("keep_last_n_checkpoints", None)
+        data["checkpointer"].pop("keep_last_n_checkpoints", None)  # resume() reads the checkpoint of half the steps
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        # In a process of its own: no run depends on the state that another one has left.
         reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             message = output.with_suffix(".log").read_text().rpartition("error: ")[2]
             raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(message.split())[:400]}")
+        # Only records of training steps have a loss.
         records = [json.loads(line) for line in (output / "logs" / "log.jsonl").read_text().splitlines()]
         return {record["step"]: record for record in records if "loss" in record}
 
@@ -211,6 +216,8 @@ class _Checks:
         if expected.keys() != metrics.keys() or len(expected) != 2:
             raise CheckFailed(f"{len(expected)} and {len(metrics)} steps instead of 2 with {how}: rows are left out")
         comparisons = []
+        # The order of additions changes the norm of a gradient more than the loss. A wrong scale, such as that of a sum
+        # over micro-batches in place of a mean, still shows.
         # The loss of step 2 is that after an update, in which errors of the first gradient add up.
         for step, name, tolerance in (
             (1, "loss", self._tolerance),
@@ -219,11 +226,12 @@ class _Checks:
         ):
             first = expected[step].get(name)
             second = metrics[step].get(name)
-            if first is None or second is None:
+            if first is None or second is None:  # a recipe may not log the norm
                 continue
             comparison = f"{name} {first:.6g} and {second:.6g}"
             comparisons.append(comparison)
-            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):  # also true for NaN
+            # Relative to the first value, or to 1e-3 if that is smaller; "not <=", because a value may be NaN.
+            if not abs(first - second) <= tolerance * max(1e-3, abs(first)):
                 raise CheckFailed(f"{comparison} for the same rows with {how}, in step {step}")
         return ", ".join(comparisons)
 
@@ -275,6 +283,7 @@ class _Checks:
 
     def load(self) -> str:
         """Check that a loaded checkpoint has the loss of the run's next step, and the same logits in transformers."""
+        # The checkpoint of the first epoch, which is one step: the loss of step 2 is that of its weights.
         expected = self._steps_of_one_batch[2]["loss"]
         checkpoint = self._folder / "whole" / "epoch_0"
         if not any(checkpoint.glob("*config.json")):
@@ -305,7 +314,7 @@ class _Checks:
         # Before its first step, the run has the weights of checkpoint_dir: do the two losses agree on those?
         base = self._data["checkpointer"].get("checkpoint_dir")
         first_loss = self._steps_of_one_batch[1]["loss"]
-        base_loss = first_loss
+        base_loss = first_loss  # without a checkpoint_dir, the two cannot be compared, and count as equal
         if base is not None:
             base_loss = self._loss_of(base, rows)
         if abs(base_loss - first_loss) > 10 * self._tolerance * max(1.0, abs(first_loss)):
@@ -425,6 +434,7 @@ class _Checks:
     def end_of_turn(self) -> str:
         """Check that every trained passage ends with the end-of-turn token."""
         special = getattr(self._tokenizer, "special_tokens", {})
+        # The end of a turn may be a special token that is not among the stop tokens.
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
         no_passages = "the rows have no labels, or the tokenizer has no stop_tokens"
         if not stops:
@@ -437,7 +447,7 @@ class _Checks:
                 ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
                 num_passages += len(ends)
                 if self._may_be_truncated(tokens):
-                    continue
+                    continue  # the cut may have removed the end of a passage
                 for end in ends:
                     if int(tokens[end]) not in stops:
                         raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")

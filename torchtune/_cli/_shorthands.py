@@ -59,6 +59,8 @@ _DATASET_BUILDERS = {
     "label_column": ("classification_dataset",),
     "column": ("text_completion_dataset", "prompt_dataset", "classification_dataset"),
 }
+# Beginnings of the settings of a dataset that name what is trained on: a column, or the builder with its columns.
+_NAMES_OF_COLUMNS = ("conversation_column=", "column_map.", "column=", "_component_=")
 # Rows of a hub dataset that are read to find its format.
 _HUB_ROWS = 100
 
@@ -171,7 +173,7 @@ def expand_shorthands(config: Path, overrides: list[str], recipe_name: str | Non
             settings.append(f"{_MODELS[key]}.checkpoint_dir={folder}")
         else:  # a setting of the user's own recipe, or a model's builder
             other_overrides.append(f"{key}={value}")
-    expanded = [*settings, *other_overrides]
+    expanded = [*settings, *other_overrides]  # the user's own settings are applied later, and win
     if held_out is not None:
         # The dataset may be one that data= has chosen: read the config as it is now.
         document = read_document(config)
@@ -242,6 +244,7 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         folder = _folder_of_gguf(path)
     else:
         try:
+            # The checkpoint of a run, a folder as it is, or the download of a repository.
             folder, _ = find_folder(find_checkpoint(name))
         except UserError as error:
             if str(error).startswith(name):  # the message names it already
@@ -313,6 +316,7 @@ class _DataSettings:
         facts = self._read_rows()
         row = facts.example
         row_format = self._format_for_recipe(facts.format, row)
+        # Settings on the command line may name the columns of rows whose format is not known.
         if not row_format.builder and not self._dataset_overrides:
             if facts.defect:
                 raise UserError(
@@ -327,10 +331,10 @@ class _DataSettings:
                 "are read, for example with dataset.column_map.input=... dataset.column_map.output=..., or with "
                 "dataset.column=... for plain text."
             )
-        source = str(self._path) if self._path.exists() else self._name
+        source = str(self._path) if self._path.exists() else self._name  # a path with ~ expanded, or a hub dataset
         node = dataset_node(source, row_format, self._dataset_overrides, facts.defect)
         builder = node["_component_"].removeprefix("torchtune.datasets.")
-        self._check_method(row_format.kind, builder)
+        self._check_method(row_format.kind, builder)  # raises if the recipe does not train on such rows
         columns = " ".join(f"{name}={value}" for name, value in row_format.settings)
         description = row_format.kind if row_format.builder else "columns as named"
         _say("data", f"{self._name}: {description}, read by {node['_component_']} {columns}".rstrip())
@@ -346,6 +350,7 @@ class _DataSettings:
             settings += ["model.images=True", f"tokenizer={json.dumps(tokenizer)}"]
         if self._adapts_to_retrieval():
             settings += self._retrieval_settings(node, builder)
+        # Other configs name a model with its outputs themselves.
         if builder == "classification_dataset" and self._config_name.startswith("any_"):
             settings += self._classifier_settings(node)
         return settings + self._reward_settings(row, node)
@@ -416,9 +421,7 @@ class _DataSettings:
         """Refuse a row that holds two conversations or two answers, unless the command line chooses one."""
         from torchtune.datasets import readings_of
 
-        columns = ("conversation_column=", "column_map.", "column=", "_component_=")
-        is_chosen = any(setting.startswith(columns) for setting in self._dataset_overrides)
-        if is_chosen or row_format.builder not in ("chat_dataset", "instruct_dataset"):
+        if self._names_columns() or row_format.builder not in ("chat_dataset", "instruct_dataset"):
             return
         readings = [reading for reading in readings_of(row) if reading.builder == row_format.builder]
         if len(readings) < 2:
@@ -430,20 +433,25 @@ class _DataSettings:
             f"data={self._name}: the rows can be read in two ways: add either {' or '.join(choices)} to choose one."
         )
 
+    def _names_columns(self) -> bool:
+        """Return whether the command line names what is trained on, columns or a builder."""
+        return any(setting.startswith(_NAMES_OF_COLUMNS) for setting in self._dataset_overrides)
+
     def _format_for_recipe(self, row_format: "RowFormat", row: Mapping[str, Any]) -> "RowFormat":
         """Return the format as the recipe reads it: questions with answers may be prompts, and labels answers."""
-        from torchtune.datasets import RowFormat, column_map
+        from torchtune.datasets import INSTRUCTIONS, PROMPTS_WITH_ANSWERS, RAW_TEXT, RowFormat, column_map
 
         settings = dict(row_format.settings)
         trained_on = _TRAINED_ON.get(self._recipe)
         if row_format.builder == "embedding_dataset" and self._trains_reranker(settings, row):
             return RowFormat("queries with passages", "reranking_dataset", row_format.settings)
-        is_instruction = row_format.kind == "instructions" and row_format.builder == "instruct_dataset"
-        if trained_on == _PROMPTS and is_instruction:
-            return RowFormat("prompts with answers", "prompt_dataset", (("column", settings["column_map.input"]),))
+        # The kind decides: conversational prompts with completions have the same builder, and are not read as prompts.
+        if trained_on == _PROMPTS and row_format.kind == INSTRUCTIONS:
+            return RowFormat(PROMPTS_WITH_ANSWERS, "prompt_dataset", (("column", settings["column_map.input"]),))
+        # Questions with answers such as "#### 3" (GSM8K) are prompts, and instructions for a supervised recipe.
         is_question = row_format.builder == "prompt_dataset" and settings.get("column") == "question"
         if trained_on == _SUPERVISED and is_question:
-            return RowFormat("instructions", "instruct_dataset", column_map(input="question", output="answer"))
+            return RowFormat(INSTRUCTIONS, "instruct_dataset", column_map(input="question", output="answer"))
         if row_format.builder == "classification_dataset" and self._loss_name() != "ClassificationLoss":
             # The config trains a language model, for which a label is an answer if it is a text.
             if "column" in settings:
@@ -454,12 +462,12 @@ class _DataSettings:
             if isinstance(row["label"], str):
                 _say("labels", f"are trained as answers; loss={_CLASSIFICATION_LOSS} trains a classifier")
                 return RowFormat(row_format.kind, "instruct_dataset", column_map(input="text", output="label"))
-            if not self._dataset_overrides:
+            if not self._names_columns():
                 raise UserError(
                     f"data={self._name}: the labels are no texts, which a language model could answer: add "
                     f"loss={_CLASSIFICATION_LOSS} for a classifier, or dataset.column=text to train on the texts alone."
                 )
-            return RowFormat("raw text", "text_completion_dataset", (("column", "text"),))
+            return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
         return row_format
 
     def _classifier_settings(self, node: Mapping[str, Any]) -> list[str]:
@@ -474,7 +482,7 @@ class _DataSettings:
         arguments = {key: node[key] for key in ("name", "data_files", "data_dir") if key in node}
         arguments["split"] = self._split()
         column = node.get("label_column", "label")
-        rows = load_rows(node["source"], **arguments)
+        rows = load_rows(node["source"], **arguments)  # all of them: the first rows may lack a class
         label_values = [row[column] for row in rows if row.get(column) is not None]
         try:
             problem_type = node.get("problem_type") or problem_type_of(label_values)
@@ -536,7 +544,8 @@ class _DataSettings:
         if self._recipe != "dpo":  # the recipe of all losses that compare sequences
             settings.append("recipe=dpo")
         if not any(override.startswith("~loss.") for override in self._overrides):
-            # The whole section, because the loss of the config may have other settings.
+            # The whole section, because the loss of the config may have other settings. A removal among the overrides
+            # is applied after this section, and would not find its key.
             settings.append(f'loss={{"_component_": "torchtune.rlhf.loss.{loss}"}}')
         settings.append(f"collate_fn=torchtune.data.{_COLLATE[builder]}")
         if builder == "embedding_dataset":
@@ -612,15 +621,16 @@ class _DataSettings:
         from torchtune.datasets import readings_of
 
         rewards = self._config.get("rewards")
+        # Several rewards are the user's own, because any_grpo has one: each may compare with a column of its own.
         if not isinstance(rewards, list) or len(rewards) != 1 or not isinstance(rewards[0], Mapping):
             return []
         is_number = str(rewards[0].get("_component_")).endswith(".NumberMatch")
-        if not is_number or "column" in rewards[0] or "answer" in row:
+        if not is_number or "column" in rewards[0] or "answer" in row:  # the default column is 'answer'
             return []
         for reading in readings_of(row):
             columns = dict(reading.settings)
-            if columns.get("column_map.input") == node.get("column"):
-                column = columns["column_map.output"]
+            column = columns.get("column_map.output")  # a conversation has no column of an answer
+            if column is not None and columns["column_map.input"] == node.get("column"):
                 _say("reward", f"the last number of the answer is compared with that of column '{column}'")
                 return [f"rewards.0.column={column}"]
         raise UserError(
@@ -643,6 +653,7 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
         UserError: no builder is known for the rows and the settings.
     """
     settings = [f"{name}={value}" for name, value in row_format.settings]
+    # Removals are left out, because there is nothing to remove yet.
     changes = changed({}, [override for override in overrides if not override.startswith("~")])
     component = changes.get("_component_")
     if component is None:

@@ -98,9 +98,9 @@ def _schema_of_all_recipes() -> dict[str, Any]:
     names = []
     for recipe in get_all_recipes():
         schema = json_schema(resolve_recipe(recipe.name).load_main())
-        dialect = schema.pop("$schema")
+        dialect = schema.pop("$schema")  # the same of all, and only for the root of a schema
         definitions[recipe.name] = schema
-        recipe_names = [recipe.name, *recipe.former_names]
+        recipe_names = [recipe.name, *recipe.former_names]  # configs of earlier releases have a former name
         names += recipe_names
         has_this_recipe = {"properties": {"recipe": {"enum": recipe_names}}, "required": ["recipe"]}
         pointer = recipe.name.replace("~", "~0").replace("/", "~1")  # in a JSON pointer (RFC 6901)
@@ -143,6 +143,7 @@ class Verify(Subcommand):
         num_damaged = 0
         for folder in checkpoints:
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            # disable=None: no bar unless a terminal shows it.
             bar = tqdm(total=size, desc=folder.name, unit="B", unit_scale=True, leave=False, disable=None)
             try:
                 with bar:
@@ -206,4 +207,4 @@ class Selfcheck(Subcommand):
         if num_failed:
             print(f"{num_failed} checks failed; their runs are in {folder}.")
             sys.exit(1)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder)  # without a failure, the runs explain nothing

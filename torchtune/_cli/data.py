@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtune._cli._shorthands import changed, dataset_node, expand_shorthands
 from torchtune._cli.subcommand import Subcommand, check_least
-from torchtune.utils import UserError
+from torchtune.utils import UserError, explain_file_limits
 
 if TYPE_CHECKING:
     from torchtune.datasets import Shard
@@ -60,7 +60,7 @@ class DataShow(Subcommand):
         path = Path(args.source).expanduser()
         from torchtune.datasets import is_data_file
 
-        if path.is_dir() or is_data_file(path.name):
+        if path.is_dir() or is_data_file(path.name) or _is_binary(path):  # such as .xlsx, which is refused as rows
             self._show_file(path, args)
             return
         for name in ("tokenizer", "validation"):
@@ -113,6 +113,14 @@ class DataShow(Subcommand):
         config.validate(settings)
         tokenizer = config.instantiate(settings["tokenizer"])
         show_dataset("dataset", node, tokenizer, args.examples, args.all, SAMPLE, _context_length(args.tokenizer))
+
+
+def _is_binary(path: Path) -> bool:
+    """Return whether a path is a file with zero bytes at its beginning, which no config has."""
+    if not path.is_file():
+        return False
+    with explain_file_limits(), path.open("rb") as file:
+        return b"\0" in file.read(4096)
 
 
 def _context_length(checkpoint: str) -> int | None:
@@ -208,7 +216,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
     from torchtune.estimate import context_length
 
     tokenizer = config.instantiate(cfg.tokenizer)
-    max_seq_length = context_length(cfg)
+    max_seq_length = context_length(cfg)  # longer rows are refused here, and not first by a run
     for name, node in (("dataset", cfg.dataset), ("dataset_val", cfg.dataset_val)):
         if node is None:
             continue
@@ -216,7 +224,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         with preparing(output), workers(processes):
             dataset = instantiate_dataset(node, tokenizer, max_seq_length)
         tokens = dataset.num_known_tokens
-        if tokens is None:
+        if tokens is None:  # the rows are tokenized during training
             raise _unprepared_error(name, dataset)
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
@@ -270,9 +278,9 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
             try:
                 with preparing_shard(output, shard), workers(processes):
                     dataset = instantiate_dataset(node, tokenizer)
-            except ShardWritten as written:  # its rows are in files, and no dataset is built
+            except ShardWritten as written:  # the usual end: the rows are in files, and no dataset is built
                 records.append({"name": name, **written.record})
-            else:
+            else:  # the dataset was built, so that its rows are tokenized during training
                 raise _unprepared_error(name, dataset)
     write_manifest(output, shard, records, command)
     rows = sum(record["rows"] for record in records)

@@ -34,7 +34,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         try:
             return make()
         except UserError as error:
-            if str(error) not in problems:
+            if str(error) not in problems:  # find_problems or an earlier step may have found it
                 problems.append(str(error))
         return None
 
@@ -117,10 +117,10 @@ def simulate_run(recipe: RecipeTarget, config: Any, overrides: list[str], cluste
     from torchtune.estimate import estimate_run, parse_cluster, parse_memory, simulated_kind, summary
 
     processes, device = parse_cluster(cluster)
-    limit = device.memory * _GIB
+    limit = device.memory * _GIB  # bytes
     if fit is not None:
         limit = parse_memory(fit)
-    if processes > 1 and recipe.registered:
+    if processes > 1 and recipe.registered:  # a user's own recipe may run in any number of processes
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
         if not entry.supports_distributed:
             raise UserError(

@@ -55,7 +55,7 @@ class Export(Subcommand):
             args.quant = args.quant.lower()
         elif quants:
             args.quant = quants[0]
-        else:
+        else:  # the format has no quantization
             args.quant = None
         if args.quant is not None and args.quant not in quants:
             choices = f"it goes with {', '.join(QUANTS)}"
@@ -64,6 +64,6 @@ class Export(Subcommand):
             raise UserError(f"--quant {args.quant}: {args.to} has no such quantization: {choices}.")
         if args.yes and not args.push:
             raise UserError("--yes uploads, and there is nowhere to: add --push OWNER/NAME.")
-        from torchtune._cli._export import export
+        from torchtune._cli._export import export  # after the checks, because torch takes seconds to import
 
         export(args)

@@ -132,6 +132,7 @@ class ImportedConfig:
         excluding = self._table.get("excluding", ())
         if excluding and all(source_settings.get(key) is True for key in excluding):
             raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
+        # Settings whose names begin with @ decide something in the conversion; the others are settings here.
         # Several keys may decide one setting: the last one of the table does, in whatever order the file has them.
         ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
         for key in sorted(source_settings, key=lambda key: ranks.get(key, len(ranks))):
@@ -165,13 +166,13 @@ class ImportedConfig:
                 return
             try:
                 self._settings[name] = _convert(value, conversion)
-                if value is not False:
+                if value is not False:  # a key that is off need not be reported as left out
                     self._keys_in_file[name] = key
             except (ValueError, TypeError) as error:
-                if name == "@reader":
+                if name == "@reader":  # the method, without which nothing else is worth importing
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
                 self.without_counterpart[key] = str(error)
-        elif value is False and key in self._tables["hints"]:
+        elif value is False and key in self._tables["hints"]:  # a switch without a counterpart
             self.covered[key] = "it is off"
         elif key in self._tables["covered"]:
             self.covered[key] = self._tables["covered"][key]
@@ -252,7 +253,7 @@ class ImportedConfig:
         if base.is_dir():
             folder = str(base)
         data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
-        data["device"] = None
+        data["device"] = None  # the device of this machine, in place of the shipped config's
         data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
         data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
         data["checkpointer"]["checkpoint_dir"] = folder
@@ -302,7 +303,7 @@ class ImportedConfig:
         validation_nodes = self._validation_nodes(nodes, reader, settings, is_asked=interval is not None)
         if not validation_nodes:
             if interval is not None:
-                data["run_val_every_n_steps"] = None
+                data["run_val_every_n_steps"] = None  # a key to fill in
                 self.without_counterpart["eval_strategy"] = f"set dataset_val, and run_val_every_n_steps={interval}"
             self._leave_out_choices_by_validation("it needs validation data: set dataset_val")
             return
@@ -333,7 +334,7 @@ class ImportedConfig:
         if settings["val_datasets"]:
             entries = self._entries(settings["val_datasets"], self._folder)
             validation_nodes = [self._dataset(number, entry, reader) for number, entry in enumerate(entries)]
-            # Labels of the same kind, so that the two losses can be compared.
+            # Labels of the same kind as in the training data at the same place, if any, so that losses can be compared.
             for node, training_node in zip(validation_nodes, nodes, strict=False):
                 if node["_component_"] == training_node["_component_"] and "masking_strategy" in training_node:
                     node.setdefault("masking_strategy", training_node["masking_strategy"])
@@ -342,9 +343,9 @@ class ImportedConfig:
         if not size:
             split = settings["val_split"]
             if not split and self.library == "trl":
-                split = "test"
+                split = "test"  # the default of TRL
             are_files = any(Path(str(node.get("source"))).is_file() for node in nodes)
-            if not split or not is_asked or are_files:
+            if not split or not is_asked or are_files:  # a file has no split besides train
                 return []
             return [{**node, "split": split} for node in nodes]
         name = next(key for key, target in self._table["keys"].items() if target.startswith("@val_size"))
@@ -378,7 +379,7 @@ class ImportedConfig:
         """
         if data.get("max_steps"):  # instead of the limit of the shipped config
             data.pop("max_steps_per_epoch", None)
-        if "project" in data["metric_logger"]:
+        if "project" in data["metric_logger"]:  # set by wandb_project
             data["metric_logger"]["_component_"] = self._tables["values"]["logger"]["wandb"]
         for section in ("optimizer", "metric_logger"):
             parameters = _parameters_of(data[section])
@@ -440,8 +441,8 @@ class ImportedConfig:
         entries = []
         for name in names:
             name = name.strip()
-            entry = descriptions.get(name, {"hf_hub_url": name})
-            if entry.get("file_name"):
+            entry = descriptions.get(name, {"hf_hub_url": name})  # without a description, perhaps a repository
+            if entry.get("file_name"):  # relative to the folder of the index
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
             if name not in descriptions:
                 self.without_counterpart[f"dataset {name}"] = (
@@ -466,7 +467,8 @@ class ImportedConfig:
 
     def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
         """Return the config node of one dataset."""
-        node: dict[str, Any] = {"_component_": ""}
+        node: dict[str, Any] = {"_component_": ""}  # set below, but written as the first key
+        # What decides the dataset builder and its settings, and is no setting itself.
         hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
         for key, value in entry.items():
             name = self._table["data"].get(key)
@@ -535,8 +537,10 @@ class ImportedConfig:
         kind = str(hints["@type"])
         if kind.startswith("completion"):
             return RowFormat(kind, "text_completion_dataset")
+        # LLaMA-Factory's default is Alpaca.
         if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
             return RowFormat("Alpaca", "alpaca_dataset")
+        # Another type is taken for conversations, as most data are, and reported for the user to check.
         if not kind.startswith(("chat_template", "sharegpt")):
             self.without_counterpart[f"datasets.{number} {kind}".strip()] = (
                 "the columns are not known: check those of dataset"

@@ -56,6 +56,7 @@ def _estimate(run: Any) -> tuple[Any, str]:
     longest = edges[-1]
     tokenizer = run.settings.get("tokenizer") or {}
     overrides = []
+    # The rows of the simulated step have max_seq_len tokens.
     if longest and not tokenizer.get("max_seq_len"):
         overrides.append(f"tokenizer.max_seq_len={math.ceil(longest)}")
     try:

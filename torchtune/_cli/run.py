@@ -76,11 +76,14 @@ def parse_command(tokens: list[str]) -> Command:
     num_options = 0
     if other_tokens and other_tokens[0].startswith("-"):
         # torchrun takes the first word that is no option or value for its script, and leaves all after it.
-        parsed = torchrun_parser(USAGE).parse_args([*other_tokens, "<end>"])
+        # Two words stand behind them: one for the script if there is no recipe, one for an option without its value.
+        parsed = torchrun_parser(USAGE).parse_args([*other_tokens, "<end>", "<end>"])
         for name, option in _CONFLICTING_OPTIONS.items():
             if getattr(parsed, name, False):
                 raise UserError(f"{option}: `tune run` takes the name or path of a recipe: remove the option.")
-        num_options = len(other_tokens) - len(parsed.training_script_args)
+        num_options = len(other_tokens) + 1 - len(parsed.training_script_args)
+        if num_options > len(other_tokens):
+            raise UserError(f"{other_tokens[-1]}: the option lacks its value.")
     command.torchrun = other_tokens[:num_options]
     overrides = other_tokens[num_options:]
     if overrides and not _is_override(overrides[0]):
@@ -90,7 +93,8 @@ def parse_command(tokens: list[str]) -> Command:
             if "=" not in token and not value.startswith("-") and not _is_override(value):
                 token = f"{token} {value}".rstrip()  # the option with its value, as it is to be moved
             raise UserError(
-                f"{token}: an option of torchrun stands before the recipe: tune run {token} {command.recipe} …"
+                f"{token}: an option of torchrun stands before the recipe: tune run {token} "
+                f"{command.recipe or 'RECIPE'} …"
             )
         if not _is_override(token):
             raise UserError(f"{token}: write settings as key=value, or ~key to remove one.")
@@ -211,7 +215,7 @@ class Run(Subcommand):
         config = None
         if command.config is not None:
             config = resolve_config(command.config, command.recipe)
-        elif command.recipe.endswith((".yaml", ".yml")):
+        elif command.recipe.endswith((".yaml", ".yml")):  # a config's path: find_config knows names, not paths
             self._parser.error(f"The '--config' argument is required: tune run --config {command.recipe}")
         if command.recipe is None:  # the config names it
             recipe = recipe_named_by(config)
@@ -219,9 +223,9 @@ class Run(Subcommand):
             recipe = resolve_recipe(command.recipe)
             is_former_name = current_name(command.recipe) != command.recipe
             # The check of the config has to know a former name, which may require settings, as qat_* does. A config of
-            # another method gets no name, because then this is the error to report.
+            # another method must not get the name: that difference is then the error.
             if is_former_name and config is not None and not are_other_methods(command.recipe, recipe_of(config) or ""):
-                command.overrides.insert(0, f"recipe={command.recipe}")
+                command.overrides.insert(0, f"recipe={command.recipe}")  # first: a later recipe= of the user's counts
         if command.help:
             from torchtune.config import describe_settings, settings_of
 
@@ -261,11 +265,11 @@ class Run(Subcommand):
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())
         processes = count_processes(command.torchrun, exactly=True)
-        if processes is not None:
+        if processes is not None:  # otherwise the number is known to the workers alone, which check it
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)
-        program = ["--module", recipe.module]
+        program = ["--module", recipe.module]  # an importable module, unless the recipe is a file
         if recipe.path is not None:
             program = [str(recipe.path)]
         args = torchrun_arguments(command.torchrun, [*program, "--config", str(config), *command.overrides])
@@ -277,7 +281,7 @@ class Run(Subcommand):
 
     def _check_distributed(self, recipe: RecipeTarget, *, wanted: bool) -> None:
         """Refuse several processes for a recipe of one process, and one process for a recipe of several."""
-        if not recipe.registered:
+        if not recipe.registered:  # a user's own recipe, which says nothing of processes
             return
         entry = next(entry for entry in get_all_recipes() if entry.name == recipe.name)
         if not entry.groups:  # a user's recipe inside a checkout has no entry in features.yaml

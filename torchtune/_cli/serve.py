@@ -66,7 +66,7 @@ class Serve(Subcommand):
         path = find_checkpoint(args.model)
         models, tokenizer = _load(path, args.name or Path(path).name, args)
         ranks = Ranks(timeout=NO_TIMEOUT)  # the others wait for requests
-        if ranks.rank > 0:
+        if ranks.rank > 0:  # rank 0 is the server, whose batches the others compute with it
             follow_batches(models, ranks, max_sequences=args.max_sequences)
             return
         try:
@@ -80,7 +80,7 @@ class Serve(Subcommand):
                 max_waiting=args.max_waiting,
                 ranks=ranks,
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
             raise UserError(f"--port {args.port} cannot be used ({error}): choose another one, or 0.") from error
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server as Ctrl-C does
         with server:

@@ -62,7 +62,10 @@ class TuneCLIParser:
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse ``args``, or the command line."""
         namespace, unparsed = self._parser.parse_known_args(args)
-        # argparse takes the settings of a subcommand only up to its next option.
+        if not unparsed:  # always of `tune run`, whose parser takes all words as tokens (`takes_tokens`)
+            return namespace
+        # Commands such as `tune cat` have an argument `overrides`, the settings key=value. argparse fills it up to the
+        # next option only: `tune cat CONFIG epochs=2 --sort seed=1` leaves seed=1.
         takes_overrides = hasattr(namespace, "overrides")
         late_overrides = []
         unknown_arguments = []
@@ -111,6 +114,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
+        # The interpreter flushes stdout as it ends, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:

@@ -109,8 +109,9 @@ def generate(
     for number, text_or_ids in enumerate(prompts):
         row = _tokenize_prompt(tokenizer, text_or_ids, number)
         rows.append(row)
+        # max_new, or fewer tokens if the context ends before; raises if the prompt fills it.
         limits.append(answer_limit(decoder, row["tokens"], max_new, f"prompt {number}"))
-    images = [images_of_row(row, device) for row in rows]
+    images = [images_of_row(row, device) for row in rows]  # an empty dict for a text
     reader = decoder
     if any(images):  # texts alone skip the vision tower
         reader = model
@@ -215,6 +216,7 @@ def _tokenize_prompt(tokenizer: Any, prompt: Prompt, number: int) -> dict[str, A
     is_ids = bool(prompt) and not isinstance(prompt, str) and isinstance(prompt[0], int)
     if is_ids:
         return {"tokens": list(prompt)}
+    # Tokenizers of model families lack the attribute, because their chat format is in their code.
     if not getattr(tokenizer, "chat_templates", True):
         raise GenerationError(
             f"{name}: the checkpoint has no chat template, so that it answers no questions: load one that is "
@@ -269,11 +271,13 @@ def classify(
         raise UserError(
             "model: it predicts tokens and has no classes: give a classifier, or ask it with torchtune.generate."
         )
-    training.fit_vocabulary(decoder, tokenizer)
+    training.fit_vocabulary(decoder, tokenizer)  # raises if the tokenizer has more tokens than the model
+    # A list of messages is one conversation.
     is_single = isinstance(texts, str) or (bool(texts) and isinstance(texts[0], Mapping | Message))
     inputs: list[Any] = list(texts)
     if is_single:
         inputs = [texts]
+    # The columns are only named in errors; the limit, None, is that of the tokenizer.
     transform = ClassificationTransform(tokenizer, "text", "label", add_eos, None)
     rows = []
     for number, text in enumerate(inputs):
@@ -286,6 +290,7 @@ def classify(
             batch = collate_documents(rows[start : start + _BATCH_SIZE])  # the n texts of a batch, one after another
             index = batch.find_labels()  # [n], the last token of each text
             batch = batch.to(decoder.tok_embeddings.weight.device)
+            # The head computes the logits of the last tokens alone.
             hidden = decoder(**batch.model_inputs(), output="hidden")  # [1, s, d]
             logits = decoder.output(hidden[0].index_select(0, index.to(hidden.device)))  # [n, c]
             outputs += [_classes(row, description) for row in logits.float().cpu()]

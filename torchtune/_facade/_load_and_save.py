@@ -184,13 +184,15 @@ def _load(
     elif adapter is not None:
         conversions = [adapter]
 
+    # The path may be the folder of an adapter, with or without base weights beside it.
     if adapter_path is None and (has_adapter(folder) or has_conversion_files(folder)):
+        # If the folder has parameters of conversions, the given conversions are those that added them.
         if conversions and not has_conversion_files(folder):
             raise CheckpointError(f"{path} holds an adapter: it cannot get another one, merge it into its base first.")
         adapter_path = folder
         if not _has_base_weights(folder):
             folder, repo_id = _find_base_model(folder)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file():  # without GGUF files either, _build_model raises
         gguf_files = sorted(folder.glob("*.gguf"))
         if gguf_files:
             raise CheckpointError(
@@ -215,23 +217,26 @@ def _load(
         model = _build_model(folder, adapter_dir, images=images)
         if adapter_dir is not None and has_adapter(adapter_dir):
             conversions = [adapter_conversion(model, adapter_dir), *conversions]
+            # Training may have turned off the causal attention of the base.
             if model.description.is_causal and _attends_both_ways(adapter_dir):
                 conversions.append(BidirectionalAttention())
         apply_conversions(model, conversions)
     if conversions:
+        # Raises now for a parameter that save could not write.
         ModelWeights(model).check_names(exported=True)
 
     # The weights, read into the parameters, of which each rank may have a shard.
     adapter_checkpoint = None if adapter_dir is None else str(adapter_dir.resolve())
     source = source_type(folder, adapter_checkpoint=adapter_checkpoint, repo_id=repo_id)
+    # The tokenizer comes first, because its errors need not wait for the weights.
     tokenizer = checkpoint_tokenizer(model, _tokenizer_folder(model, folder, adapter_dir))
     if shards is not None:
         shard_for_inference(model, torch_device, split_layers=shards == "layers")
     # The parameters of new conversions are not in the checkpoint.
     is_whole = adapter_dir is not None or not conversions
     CheckpointStore({"policy": source}).load_model(model, device=torch_device, whole=is_whole)
-    training.fit_vocabulary(model, tokenizer)
-    ORIGINS[model] = Origin(source, tokenizer)
+    training.fit_vocabulary(model, tokenizer)  # raises if the tokenizer has more tokens than the model
+    ORIGINS[model] = Origin(source, tokenizer)  # for save, and to compare the tokenizer in generate
     return model.eval(), tokenizer
 
 
@@ -347,7 +352,7 @@ def save(
     model = unwrap(model)
     path = Path(path).expanduser()
     source = _find_source(model, base)
-    if tokenizer is None and base is None:
+    if tokenizer is None and base is None:  # then _find_source has found the model in ORIGINS
         tokenizer = ORIGINS[model].tokenizer
     _check_path(path, source.checkpoint_dir, overwrite)
     if contents is None:
@@ -356,6 +361,7 @@ def save(
     temporary = path.with_name(f".{path.name}.saving")  # the same name on every rank
     store = CheckpointStore({"policy": source}, temporary)
     try:
+        # A store only accepts names of epochs and steps; its folder is then renamed.
         written = store.save("epoch_0", model, contents=contents, tokenizer=tokenizer)
         ranks.run_on_rank_0(lambda: _replace_folder(written, path))
     finally:

@@ -23,25 +23,28 @@ One word per thing, in this package and its messages:
   schedules, positions and random number generators, which a resume needs besides the weights. **Export**: the files of
   one model in a checkpoint, as other libraries load them.
 
-The way of a weight from its file into a model, in the order of reading:
+The way of a weight from its file into a model, in the order of the calls:
 
 1. ``_checkpointers``: the checkpointer of a config is a ``CheckpointStore`` with other arguments.
 2. ``_checkpoint_store``: ``CheckpointStore.load_model``, on all ranks.
 3. ``_load``: ``ModelSource.load`` opens the files; ``load_base`` lists the weights in them, and ``load_weight`` loads
-   each in three steps: allocate, read, assign.
-4. ``_weight_files``: ``open_weight_files`` finds the format; ``WeightFiles.read`` returns a slice of a tensor.
-5. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups; ``Group.read`` reads a slice of a weight
-   from the slices of the external tensors that hold it.
-6. ``_model_weights``: ``ModelWeights.allocate`` returns the slice of this rank, and its shard as the tensor to read
-   into; ``ModelWeights.assign`` has to do something only for weights that are stored in another form.
+   each in the three steps 6, 8 and 9.
+4. ``_weight_files``: ``open_weight_files`` finds the format.
+5. ``torchtune.models._weight_map``: ``WeightMap.select`` returns the groups of the tensors in the files.
+6. ``_model_weights``: ``ModelWeights.allocate`` returns the slice of this rank, and the tensor to read it into, which
+   for most weights is the shard of a parameter.
 7. ``torchtune.training.parallel._shards``: ``my_shard`` is the one place that asks a DTensor for its slice.
+8. ``_load`` again: ``WeightReader.read`` fills the tensor from the slices of external tensors, which
+   ``Group.external_slices`` lists and ``WeightFiles.read`` reads.
+9. ``_model_weights`` again: ``ModelWeights.store_converted``, only for weights that are stored in another form.
 
 And back into a file:
 
 1. ``_checkpoint_store``: ``CheckpointStore.save`` describes all files before it writes any.
-2. ``_export``: ``export_model`` distributes groups among files; ``SaveView.slices_to_write`` computes, from the shard
-   of this rank, the slices of external tensors that it contributes.
-3. ``_save``: ``Saver.save`` sends the slices to the rank that writes the file, group by group.
+2. ``_export``: ``export_model`` distributes groups among files, as ``WeightGroup`` objects without values.
+3. ``_save``: ``Saver.save`` goes through the groups: for each, it calls ``WeightGroup.compute_slices``, which computes
+   from the shard of this rank the slices of external tensors that it contributes, and sends them to the rank that
+   writes the file.
 4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.
 
 Beside this way: ``_adapter`` and ``_adapter_settings`` (PEFT's layout), ``_small_files`` (config, tokenizer),

@@ -11,7 +11,7 @@ from torchtune.checkpoints._checkpoint_store import POLICY, CheckpointStore
 from torchtune.checkpoints._export import MAX_SHARD_BYTES, shard_files
 from torchtune.checkpoints._full_state_dicts import StateDictMethods
 from torchtune.checkpoints._resume import ModelsOfRun, ResumePoint
-from torchtune.checkpoints._save import TensorGroup
+from torchtune.checkpoints._save import ExistingTensor, check_trained_finite
 from torchtune.checkpoints._small_files import save_tokenizer, write_extra_files
 from torchtune.checkpoints._state import load_state, rank_state
 from torchtune.checkpoints._weight_files import (
@@ -93,7 +93,34 @@ class FullModelHFCheckpointer(CheckpointStore, StateDictMethods):
         self.should_load_recipe_state = should_load_recipe_state
 
 
-class FullModelMetaCheckpointer(CheckpointStore, StateDictMethods):
+class _EarlierFormatCheckpointer(CheckpointStore, StateDictMethods):
+    """A checkpointer for files of an earlier format; see :class:`FullModelHFCheckpointer` for the arguments."""
+
+    def __init__(
+        self,
+        checkpoint_dir: str,
+        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
+        model_type: str | None = None,
+        output_dir: str | None = None,
+        adapter_checkpoint: str | None = None,
+        recipe_checkpoint: str | None = None,
+        resume_from_checkpoint: bool = False,
+        should_load_recipe_state: bool = False,
+        *,
+        keep_last_n_checkpoints: int | None = None,
+        upload: str | None = None,
+    ) -> None:
+        source = {
+            "checkpoint_dir": checkpoint_dir,
+            "checkpoint_files": checkpoint_files,
+            "adapter_checkpoint": adapter_checkpoint,
+            "model_type": model_type,
+        }
+        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
+        self.should_load_recipe_state = should_load_recipe_state
+
+
+class FullModelMetaCheckpointer(_EarlierFormatCheckpointer):
     """A checkpointer for Meta's consolidated files, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with Meta's names.
@@ -107,31 +134,8 @@ class FullModelMetaCheckpointer(CheckpointStore, StateDictMethods):
 
     _name_format = "meta"
 
-    def __init__(
-        self,
-        checkpoint_dir: str,
-        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
-        model_type: str | None = None,
-        output_dir: str | None = None,
-        adapter_checkpoint: str | None = None,
-        recipe_checkpoint: str | None = None,
-        resume_from_checkpoint: bool = False,
-        should_load_recipe_state: bool = False,
-        *,
-        keep_last_n_checkpoints: int | None = None,
-        upload: str | None = None,
-    ) -> None:
-        source = {
-            "checkpoint_dir": checkpoint_dir,
-            "checkpoint_files": checkpoint_files,
-            "adapter_checkpoint": adapter_checkpoint,
-            "model_type": model_type,
-        }
-        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-        self.should_load_recipe_state = should_load_recipe_state
 
-
-class FullModelTorchTuneCheckpointer(CheckpointStore, StateDictMethods):
+class FullModelTorchTuneCheckpointer(_EarlierFormatCheckpointer):
     """A checkpointer for files with this library's names, kept for configs that name it.
 
     :meth:`save` writes Hugging Face's format; :meth:`save_checkpoint` writes one file with this library's names.
@@ -144,29 +148,6 @@ class FullModelTorchTuneCheckpointer(CheckpointStore, StateDictMethods):
     """
 
     _name_format = "tune"
-
-    def __init__(
-        self,
-        checkpoint_dir: str,
-        checkpoint_files: Sequence[str] | Mapping[str, str] | None = None,
-        model_type: str | None = None,
-        output_dir: str | None = None,
-        adapter_checkpoint: str | None = None,
-        recipe_checkpoint: str | None = None,
-        resume_from_checkpoint: bool = False,
-        should_load_recipe_state: bool = False,
-        *,
-        keep_last_n_checkpoints: int | None = None,
-        upload: str | None = None,
-    ) -> None:
-        source = {
-            "checkpoint_dir": checkpoint_dir,
-            "checkpoint_files": checkpoint_files,
-            "adapter_checkpoint": adapter_checkpoint,
-            "model_type": model_type,
-        }
-        super().__init__({POLICY: source}, output_dir, keep_last_n_checkpoints=keep_last_n_checkpoints, upload=upload)
-        self.should_load_recipe_state = should_load_recipe_state
 
 
 Checkpointer = FullModelHFCheckpointer | FullModelMetaCheckpointer | FullModelTorchTuneCheckpointer
@@ -273,7 +254,7 @@ class ModuleCheckpointer(CheckpointStore):
         """
         tensors = _state_dict(models)
         try:
-            shard_files([TensorGroup.of(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
+            shard_files([ExistingTensor(key, tensor) for key, tensor in tensors.items()], MAX_SHARD_BYTES)
         except ValueError as error:
             raise CheckpointError(f"model: {error}") from error
         for key, parameter in models.named_parameters():
@@ -327,16 +308,23 @@ class ModuleCheckpointer(CheckpointStore):
             The checkpoint folder.
 
         Raises:
-            UserError: the state dict cannot be written, or the disk is full or not writable.
+            UserError: the state dict cannot be written, a trained parameter is NaN or infinite, or the disk is full or
+                not writable.
         """
         self._saver.wait()
-        tensors = [TensorGroup.of(key, tensor) for key, tensor in _state_dict(models).items()]
+        trained = {}
+        for parameter_name, parameter in models.named_parameters():
+            if parameter.requires_grad:
+                trained[parameter_name] = parameter
+        check_trained_finite(name, trained, self._ranks)
+        tensors = [ExistingTensor(key, tensor) for key, tensor in _state_dict(models).items()]
         files, index = shard_files(tensors, max_shard_bytes)
 
         def write_small_files(folder: Path) -> None:
             if index is not None:
                 write_json(folder / SAFETENSORS_INDEX, index)
             if isinstance(tokenizer, SavableTokenizer):
+                # The source is only for a message about its tokenizer; a module may have no source.
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
             write_extra_files(folder, extra_files or {})
 
@@ -349,7 +337,7 @@ class ModuleCheckpointer(CheckpointStore):
             files,
             write_small_files,
             state_of_rank,
-            ModelsOfRun(),
+            ModelsOfRun(),  # the default: one model, which trains all its weights
             cfg=cfg,
             optimizers=[],
             async_save=async_save,

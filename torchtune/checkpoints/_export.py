@@ -1,13 +1,13 @@
 """Export of a model to a checkpoint: the tensor files that other libraries load, and the settings of its adapter.
 
-:class:`SaveView` decides which weights are written, merges adapters into them, and computes the slices of this rank;
-:func:`export_model` distributes them among files.
+:class:`SaveView` decides which weights are written, and merges adapters into them; :func:`export_model` distributes
+them among files; :class:`WeightGroup` computes the slices of this rank when a file is written.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +171,7 @@ class SaveView(ModelWeights):
             )
         if resumable and self.merges and not self.has_adapter:
             raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
+        # Names of parameters: a weight that a conversion stores in others counts by these.
         weights = self.base.intersection(self.groups) | self.storage
         written: set[str] = set()
         # A resume reads the adapter and not the merged weights.
@@ -178,6 +179,7 @@ class SaveView(ModelWeights):
             written |= weights
         if self.has_adapter or self.merges:
             written |= self._in_adapter(merge=self.merges)
+            # Weights that are trained whole are in both, adapter and merged weights.
             for group in self.trained_groups():
                 written.update(group.tune)
         unsaved = [name for name in self.trained if name not in written]
@@ -188,7 +190,7 @@ class SaveView(ModelWeights):
         """Raise ``CheckpointError`` for trained parameters that the save does not write."""
         name = unsaved[0]
         if name in self._in_adapter():
-            if self.merges:
+            if self.merges:  # its conversion cannot merge it
                 saved = "merged weights"
                 advice = (
                     'give its conversion a method merged(name, weight, model), or save with contents="adapter" '
@@ -211,46 +213,10 @@ class SaveView(ModelWeights):
         omitted = f" (and {len(unsaved) - 1} more)" if len(unsaved) > 1 else ""
         raise CheckpointError(f"model: '{name}'{omitted} is trained, but checkpoints would hold {saved}: {advice}.")
 
-    def tensor_group(self, group: Group, turn: int) -> TensorGroup:
-        """Return the external tensors of one group of a weight map, to write; computed when their turn comes.
-
-        Args:
-            group: group of a weight map.
-            turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
-        """
-        # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
-        specs = group.op.to_external([self.specs[name] for name in group.tune], group.description)
-        shapes = [spec.shape for spec in specs]
-        specs_by_name = dict(zip(group.external, specs, strict=True))
-        return TensorGroup(specs_by_name, partial(self.slices_to_write, group, shapes, turn), specs[0].itemsize)
-
-    def slices_to_write(self, group: Group, shapes: Sequence[Sequence[int]], turn: int) -> list[TensorSlice]:
-        """Compute the slices of a group's external tensors that this rank contributes.
-
-        They need memory for one full tensor. If weights are merged or converted, it is a collective.
-
-        Args:
-            group: see :meth:`tensor_group`.
-            shapes: shapes of the group's external tensors.
-            turn: see :meth:`tensor_group`.
-        """
-        slices = []
-        for index, name in enumerate(group.tune):
-            shard = self.shard(name, turn)
-            if not shard.is_writer:
-                continue
-            # A shard of a weight may lie in several external tensors, or in several slices of one.
-            for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
-                data = external_slice.of(shard.data)
-                start = tuple(dim.start for dim in external_slice.slices)
-                external_name = group.external[external_slice.external]
-                slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
-        return slices
-
-    def renamed_parameter(self, name: str, external: str, turn: int) -> TensorGroup:
-        """Return an unchanged parameter under the name ``external``, to write; see :meth:`tensor_group`."""
+    def renamed_parameter(self, name: str, external: str, turn: int) -> "WeightGroup":
+        """Return an unchanged parameter under the name ``external``, to write."""
         _, description = self.spec_and_description
-        return self.tensor_group(Group((external,), (name,), Identity(), description), turn)
+        return WeightGroup(self, Group((external,), (name,), Identity(), description), turn)
 
     def shard(self, name: str, turn: int) -> LocalShard:
         """Return this rank's shard of a full weight to save.
@@ -269,7 +235,7 @@ class SaveView(ModelWeights):
         if self._unread is not None:
             present = self._unread.present(self, {name, *merge_inputs})
         with present:
-            parameter = self.parameters.get(name)
+            parameter = self.parameters.get(name)  # inside the block: reading replaces the parameter
             if merge_inputs:
                 weight = self._merged(name, merge_inputs)
             elif name in self.stored_weights:
@@ -311,9 +277,9 @@ class SaveView(ModelWeights):
                 gathered[parameter_name] = full_tensor(parameter)
         # Conversions compute merged weights from the parameters of the layer: give them full ones.
         with replaced_parameters(self.model, gathered):
-            weight = self.full(name, gathered)
+            weight = self.full(name, gathered)  # without gathering its parameters once more
             for conversion in self.conversions:
-                merged = conversion.merged(name, weight, self.model)
+                merged = conversion.merged(name, weight, self.model)  # the weight itself, if it changes none of it
                 if merged.shape != weight.shape or merged.dtype != weight.dtype:
                     raise wrong_tensors(
                         conversion,
@@ -323,6 +289,45 @@ class SaveView(ModelWeights):
                     )
                 weight = merged
         return weight
+
+
+class WeightGroup(TensorGroup):
+    """The external tensors of one group of a weight map, to write.
+
+    Args:
+        view: weights of the model.
+        group: the group.
+        turn: chooses the writer among replicas, see :meth:`LocalShard.of`.
+    """
+
+    def __init__(self, view: SaveView, group: Group, turn: int) -> None:
+        # Conversions of names only rearrange tensors, so that they also convert shapes and dtypes on the meta device.
+        specs = group.op.to_external([view.specs[name] for name in group.tune], group.description)
+        self.specs = dict(zip(group.external, specs, strict=True))
+        self.itemsize = specs[0].itemsize
+        self.view = view
+        self.group = group
+        self.turn = turn
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Compute the slices of the external tensors from this rank's shards of the weights.
+
+        They need memory for one full tensor. If weights are merged or converted, it is a collective.
+        """
+        group = self.group
+        shapes = [spec.shape for spec in self.specs.values()]
+        slices = []
+        for index, name in enumerate(group.tune):
+            shard = self.view.shard(name, self.turn)
+            if not shard.is_writer:
+                continue
+            # A shard of a weight may lie in several external tensors, or in several slices of one.
+            for external_slice in group.op.external_slices(index, shard.slices, shapes, group.description):
+                data = external_slice.of(shard.data)
+                start = tuple(dim.start for dim in external_slice.slices)
+                external_name = group.external[external_slice.external]
+                slices.append(TensorSlice(external_name, start, tuple(data.shape), data))
+        return slices
 
 
 @dataclass(frozen=True)
@@ -384,6 +389,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
     files: list[TensorFile] = []
     json_files: dict[str, Any] = {}
     adapter_dir = folder
+    # A classifier is exported as a model of its own, without the other towers of its source.
     enclosing = None if description.is_classifier else source.enclosing_checkpoint(view.model)
     is_text_decoder = enclosing is not None and enclosing.is_multimodal
     if view.has_weights:
@@ -391,9 +397,9 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
         if enclosing is not None:
             weight_map = weight_map.prefixed(enclosing.prefixes)
         # Replicas take turns with the groups, so that all ranks write about as many bytes.
-        tensors = []
+        tensors: list[TensorGroup] = []
         for turn, group in enumerate(weight_map.groups(description)):
-            tensors.append(view.tensor_group(group, turn))
+            tensors.append(WeightGroup(view, group, turn))
         if enclosing is not None:
             tensors += _other_tensors(enclosing, view.ranks)
         files, index = shard_files(tensors, max_shard_bytes, folder)
@@ -425,18 +431,29 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
 
 def _other_tensors(enclosing: TextDecoderFiles, ranks: Ranks) -> list[TensorGroup]:
     """Return copies of the tensors that are not the model's: of other towers, and not trained; ranks take turns."""
-
-    def read(name: str, is_writer: bool) -> list[TensorSlice]:
-        if not is_writer:
-            return []
-        return [TensorSlice.of(name, enclosing.read_other(name))]
-
     groups = []
     for turn, name in enumerate(enclosing.other_names()):
-        spec = spec_of(enclosing.read_other(name))
         is_writer = ranks.rank == turn % ranks.size
-        groups.append(TensorGroup({name: spec}, partial(read, name, is_writer), spec.itemsize))
+        groups.append(_OtherTensor(enclosing, name, is_writer))
     return groups
+
+
+class _OtherTensor(TensorGroup):
+    """A tensor of an enclosing checkpoint that is not the model's, to write unchanged."""
+
+    def __init__(self, enclosing: TextDecoderFiles, name: str, is_writer: bool) -> None:
+        spec = spec_of(enclosing.read_other(name))
+        self.specs = {name: spec}
+        self.itemsize = spec.itemsize
+        self.enclosing = enclosing
+        self.name = name
+        self.is_writer = is_writer
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Read the tensor on the rank that writes it."""
+        if not self.is_writer:
+            return []
+        return [TensorSlice.of(self.name, self.enclosing.read_other(self.name))]
 
 
 def adapter_tensors(
@@ -458,6 +475,7 @@ def adapter_tensors(
     spec, description = view.spec_and_description
     prefixes = {}
     if enclosing is not None:
+        # Those of most families follow from the prefixes of the tensors in files.
         prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
     weight_map = spec.weight_map("hf")
     adapter_groups = view.adapter_groups
@@ -481,7 +499,7 @@ def adapter_tensors(
         )
     groups = dict.fromkeys(adapter_groups[name] for name in adapters)  # once each
     # Replicas take turns with the groups, so that all ranks write about as many bytes.
-    tensors = [view.tensor_group(group, turn) for turn, group in enumerate(groups)]
+    tensors = [WeightGroup(view, group, turn) for turn, group in enumerate(groups)]
     for turn, (name, external) in enumerate(new_rows.items()):
         tensors.append(view.renamed_parameter(name, external, turn))
     settings = dict(view.peft_settings)
@@ -515,7 +533,7 @@ def _trained_tensors(view: SaveView, weight_map: WeightMap) -> tuple[list[Tensor
     for turn, group in enumerate(view.trained_groups(groups_by_weight(module_map, description))):
         external_names += group.external
         peft_names = tuple(f"{PEFT_PREFIX}{name}" for name in group.external)
-        tensors.append(view.tensor_group(replace(group, external=peft_names), turn))
+        tensors.append(WeightGroup(view, replace(group, external=peft_names), turn))
     has_tied = False
     for tie in module_map.tied:
         if getattr(description, tie.when) and tie.source in view.trained_whole:
@@ -539,7 +557,7 @@ def shard_files(
     shard_size = 0
     for group in aligned(tensors):
         size = sum(spec.nbytes for spec in group.specs.values())
-        if shards[-1] and shard_size + size > max_shard_bytes:
+        if shards[-1] and shard_size + size > max_shard_bytes:  # a larger group has a file of its own
             shards.append([])
             shard_size = 0
         shards[-1].append(group)
@@ -549,7 +567,7 @@ def shard_files(
     files = []
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"  # as transformers names them
         file = TensorFile(f"{folder}{name}", shard)
         files.append(file)
         weight_map.update(dict.fromkeys(file.specs, name))

@@ -127,8 +127,8 @@ class ModelWeights:
             parameters.
         storage: names of the parameters that store the weights in :attr:`stored_weights`.
         base: names of the base weights.
-        split_layers: adapted layers with weights that :meth:`assign` splits into the initial adapter and the remainder,
-            by name of the weight.
+        split_layers: adapted layers with weights that :meth:`store_converted` splits into the initial adapter and the
+            remainder, by name of the weight.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -315,12 +315,13 @@ class ModelWeights:
         missing = []
         for name in sorted(mapped - self.base):
             module_path = name.rpartition(".")[0]
-            layer = ".".join(module_path.split(".")[:2])
+            layer = ".".join(module_path.split(".")[:2])  # such as layers.0
             if layer in modules:  # a simulated model lacks whole layers
                 missing.append(name)
         if not missing:
             return
         path, _, leaf = missing[0].rpartition(".")
+        # A layer that is wrapped by another module has its weight below: q_proj.weight becomes q_proj.inner.weight.
         renamed = [name for name in self.base - mapped if name.startswith(f"{path}.")]
         hint = ""
         if renamed:
@@ -336,8 +337,8 @@ class ModelWeights:
     ) -> tuple[Slices, torch.Tensor]:
         """Return the slice of a full weight that this rank needs, and the tensor to read it into.
 
-        For most weights, that tensor is this rank's shard of the parameter. For a weight that a conversion stores in
-        other parameters, it is a temporary one, from which :meth:`assign` computes them.
+        For most weights, that tensor is this rank's shard of the parameter. For a weight of :meth:`is_converted`, it is
+        a temporary one, from which :meth:`store_converted` computes the parameters.
 
         Args:
             name: name of the full weight.
@@ -355,7 +356,7 @@ class ModelWeights:
         if stored_weight.by_rows:
             # From the first row to the last that any of the parameters needs.
             row_slices = []
-            for parameter_name in stored_weight.names:
+            for parameter_name in stored_weight.names:  # their dtypes are the conversion's
                 slices, _ = self._local_shard(parameter_name, device)
                 row_slices.append(slices[0])
             start = min(row_slice.start for row_slice in row_slices)
@@ -366,7 +367,11 @@ class ModelWeights:
         weight = torch.empty(num_rows, *columns, dtype=stored_weight.dtype, device=device)
         return (rows, *full_slices(columns)), weight
 
-    def assign(
+    def is_converted(self, name: str) -> bool:
+        """Return whether a weight that was read must be converted to the parameters that store it."""
+        return name in self.split_layers or name in self.stored_weights
+
+    def store_converted(
         self,
         name: str,
         slices: Slices,
@@ -374,10 +379,10 @@ class ModelWeights:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Assign the values that were read into the tensor of :meth:`allocate` to the parameters that store them.
+        """Convert a slice of a weight to the parameters that store it, and keep this rank's shards of them.
 
         Args:
-            name: see :meth:`allocate`.
+            name: name of a weight of :meth:`is_converted`.
             slices: the slice from :meth:`allocate`.
             values: the tensor from :meth:`allocate`, with the values of the slice.
             device: see :meth:`allocate`.
@@ -394,19 +399,17 @@ class ModelWeights:
             self.put(name, remainder, device, dtype)
             self.put(f"{path}.lora_a.weight", lora_a, device, dtype)
             self.put(f"{path}.lora_b.weight", lora_b, device, dtype)
-        elif name in self.stored_weights and values.numel():
-            self._assign_stored(name, slices[0], values, device)
-        # Any other parameter is complete: its shard was the tensor to read into.
-
-    def _assign_stored(self, name: str, rows: slice, values: torch.Tensor, device: torch.device) -> None:
-        """Convert rows of a full weight to the tensors that store it, and keep this rank's shards of them."""
+            return
+        if not values.numel():  # the last ranks have no rows of a short weight
+            return
         _, stored_weight = self.stored_weights[name]
         for parameter_name, tensor in self._from_full(name, values).items():
-            slices, shard = self._local_shard(parameter_name, device)
+            shard_slices, shard = self._local_shard(parameter_name, device)
             if stored_weight.by_rows:  # the converted tensor begins with the first row that was read
-                shard_rows, *columns = slices
-                slices = (slice(shard_rows.start - rows.start, shard_rows.stop - rows.start), *columns)
-            shard.copy_(tensor[slices])
+                rows, *columns = shard_slices
+                first = slices[0].start
+                shard_slices = (slice(rows.start - first, rows.stop - first), *columns)
+            shard.copy_(tensor[shard_slices])
 
     def _local_shard(
         self, name: str, device: torch.device, dtype: torch.dtype | None = None
@@ -419,7 +422,8 @@ class ModelWeights:
         """Copy this rank's slice of ``value``, a full weight, into the model; see :meth:`allocate`."""
         slices, target = self.allocate(name, device, dtype)
         target.copy_(value[slices])
-        self.assign(name, slices, target, device, dtype)
+        if self.is_converted(name):
+            self.store_converted(name, slices, target, device, dtype)
 
     def load_value(
         self, name: str, value: torch.Tensor, path: Path, device: torch.device, dtype: torch.dtype | None = None
@@ -491,10 +495,10 @@ class ModelWeights:
         for parameter_name in stored_weight.names:
             parameter = self.parameters[parameter_name]
             shape = tuple(parameter.shape)
-            if stored_weight.by_rows:
+            if stored_weight.by_rows:  # value may be only the rows that this rank needs
                 shape = (value.shape[0], *shape[1:])
             expected[parameter_name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        if describe_tensors(tensors) != describe_tensors(expected):
+        if describe_tensors(tensors) != describe_tensors(expected):  # names, dtypes and shapes
             raise wrong_tensors(
                 conversion,
                 f"from_full('{name}')",

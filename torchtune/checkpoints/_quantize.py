@@ -6,8 +6,7 @@ GGUF files for llama.cpp are written by the optional package ``gguf``, with the 
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 import yaml
 from torch import nn
 
-from torchtune.checkpoints._export import MAX_SHARD_BYTES, SaveView, write_tensors
+from torchtune.checkpoints._export import MAX_SHARD_BYTES, SaveView, WeightGroup, write_tensors
 from torchtune.checkpoints._gguf import (
     ARCHITECTURES,
     CONTROL,
@@ -49,8 +48,6 @@ from torchtune.modules.low_precision.quantizers import (
 from torchtune.training.parallel import LocalShard, full_slices
 from torchtune.utils import UserError, atomic_directory, get_logger, require, sign_of_life, write_json
 
-# Converts a weight to the tensors that store it quantized, by name.
-_Compress = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 # Modules that configs may name for quantizers.
 _QUANTIZER_MODULES = ("torchtune.training.quantization", quantizers.__name__)
 # Texts that GGUF's known pre-tokenizers split differently.
@@ -125,7 +122,7 @@ def quantize_checkpoint(
     else:
         write_compressed(source, model, quantizer, folder, device=device, dtype=dtype)
     trained_for = _quantizer_of_training(source.checkpoint_dir)
-    if trained_for is None:
+    if trained_for is None:  # trained without fake quantization, so that no quantizer is expected
         return
     is_trained_for = isinstance(quantizer, Quantizer) and quantizer.layout == trained_for.layout
     if not is_trained_for:
@@ -136,11 +133,11 @@ def quantize_checkpoint(
 
 
 def _quantizer_of_training(folder: Path) -> QATQuantizer | None:
-    """Return the QAT quantizer that trained a checkpoint of this library."""
+    """Return the QAT quantizer that trained a checkpoint of this library; None if none did, or it is not known."""
     path = folder / "torchtune_config.yaml"
     if not path.is_file():
         return None
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}  # None for an empty file
     component = settings.get("quantizer")
     if not isinstance(component, dict):
         return None
@@ -187,22 +184,17 @@ def write_compressed(
     quantization_config = _quantization_config(quantizer)
     storage_format = quantization_config["format"]
     tensors = []
-    kept_dtype = dtype  # of the weights that are not quantized
+    kept_dtype = dtype  # of the weights that are not quantized, which is the dtype in config.json
     for group in groups:
         for name in group.external:
             shape = files.shape(name)
-            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for its dtype
+            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for the dtype that read() returns
             weight = torch.empty(shape, dtype=dtype or first_element.dtype, device="meta")
             if name in quantized_names:
-                compress = partial(_compress, quantizer, storage_format, name)
-                specs = _compressed_specs(compress, weight)
+                tensors.append(_QuantizedWeight(files, name, weight, device, quantizer, storage_format))
             else:
-                compress = None
-                specs = {name: weight}
+                tensors.append(_KeptWeight(files, name, weight, device))
                 kept_dtype = weight.dtype
-            # Values are read and quantized when the file is written, one weight at a time.
-            compute = partial(_read_slices, files, name, device, dtype, compress)
-            tensors.append(TensorGroup(specs, compute, weight.itemsize))
     spec, description = spec_and_description(model)
     config = config_of(spec, description, description.vocab_size, kept_dtype, source.checkpoint_dir)
     config = {**config, "quantization_config": quantization_config}
@@ -212,45 +204,78 @@ def write_compressed(
         write_tensors(tensors, folder, MAX_SHARD_BYTES)
 
 
-def _compressed_specs(compress: _Compress, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that store a weight, on the meta device."""
-    # Quantize one row to find their dtypes and widths.
-    row = torch.zeros(1, *weight.shape[1:], dtype=weight.dtype)
-    specs = {}
-    for key, tensor in compress(row).items():
-        if key.endswith(SHAPE):  # the only tensor that is not by rows: two integers
-            shape = (2,)
-        else:
-            shape = (len(weight), tensor.shape[1])
-        specs[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return specs
+class _KeptWeight(TensorGroup):
+    """A weight of the source that is not quantized; read when the file is written.
+
+    Args:
+        files: files of the source.
+        name: name of the weight in the files.
+        spec: the weight on the meta device, in the dtype to write.
+        device: device that converts the weight.
+    """
+
+    def __init__(self, files: WeightFiles, name: str, spec: torch.Tensor, device: torch.device | str) -> None:
+        self.specs = {name: spec}
+        self.itemsize = spec.itemsize
+        self.files = files
+        self.name = name
+        self.device = device
+        self.dtype = spec.dtype
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Read the weight."""
+        return [TensorSlice.of(self.name, self.read().cpu())]
+
+    def read(self) -> torch.Tensor:
+        """Read the weight to the device."""
+        sign_of_life()
+        return self.files.read(self.name).to(self.device, self.dtype)
 
 
-def _read_slices(
-    files: WeightFiles,
-    name: str,
-    device: torch.device | str,
-    dtype: torch.dtype | None,
-    compress: _Compress | None,
-) -> list[TensorSlice]:
-    """Read a weight, and quantize it on the device with ``compress``; None leaves it as it is."""
-    sign_of_life()
-    weight = files.read(name)
-    weight = weight.to(device, dtype or weight.dtype)
-    tensors = {name: weight}
-    if compress is not None:
-        tensors = compress(weight)
-    return [TensorSlice.of(key, tensor.cpu()) for key, tensor in tensors.items()]
+class _QuantizedWeight(_KeptWeight):
+    """A weight of the source to write as quantized values and scales; read and quantized when the file is written.
 
+    Args:
+        quantizer: determines values and scales.
+        storage_format: ``format`` of the quantization config.
+    """
 
-def _compress(quantizer: Quantizer, storage_format: str, name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the tensors that store a weight, as ``_weight_files`` describes them."""
-    values, scale = quantizer.quantized(weight)
-    if storage_format != "pack-quantized":
-        return {name: values, name + SCALE: scale}
-    packed = _pack(values, quantizer.bits)
-    shape = torch.tensor(weight.shape, dtype=torch.int64)  # of the packed values, the width follows only up to a word
-    return {name + SHAPE: shape, name + PACKED: packed, name + SCALE: scale}
+    def __init__(
+        self,
+        files: WeightFiles,
+        name: str,
+        spec: torch.Tensor,
+        device: torch.device | str,
+        quantizer: Quantizer,
+        storage_format: str,
+    ) -> None:
+        super().__init__(files, name, spec, device)
+        self.quantizer = quantizer
+        self.storage_format = storage_format
+        # The file has several tensors for the weight. Quantize one row to find their dtypes and widths.
+        row = torch.zeros(1, *spec.shape[1:], dtype=spec.dtype)
+        self.specs = {}
+        for key, tensor in self.quantize(row).items():
+            if key.endswith(SHAPE):  # the only tensor that is not by rows: two integers
+                shape = (2,)
+            else:
+                shape = (len(spec), tensor.shape[1])
+            self.specs[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Read and quantize the weight."""
+        tensors = self.quantize(self.read())
+        return [TensorSlice.of(key, tensor.cpu()) for key, tensor in tensors.items()]
+
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors that store a weight, as ``_weight_files`` describes them."""
+        values, scale = self.quantizer.quantized(weight)
+        if self.storage_format != "pack-quantized":
+            return {self.name: values, self.name + SCALE: scale}
+        packed = _pack(values, self.quantizer.bits)
+        # Of the packed values, the width follows only up to a word.
+        shape = torch.tensor(weight.shape, dtype=torch.int64)
+        return {self.name + SHAPE: shape, self.name + PACKED: packed, self.name + SCALE: scale}
 
 
 def _pack(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -289,8 +314,8 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         inputs = {
             "num_bits": 8,
             "type": "float" if is_float8 else "int",
-            "symmetric": is_float8,
-            "dynamic": True,
+            "symmetric": is_float8,  # torchao quantizes int8 inputs with a zero point
+            "dynamic": True,  # scales are computed from the inputs at run time, one per token
             "strategy": "token",
         }
         storage_format = "float-quantized" if quantizer.weight_type == "float" else "int-quantized"
@@ -300,7 +325,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         "format": storage_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "score"],
+        "ignore": ["lm_head", "score"],  # heads keep their precision, see quantizable_layers
         "kv_cache_scheme": None,
     }
 
@@ -339,7 +364,7 @@ def _checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     files = source.open(model)
     spec, description = spec_and_description(model)
     name_format = detect_format(files, spec, description)
-    if name_format != "hf":
+    if name_format != "hf":  # the quantized names are made of the names in the files
         raise CheckpointError(
             f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{name_format}': quantize a "
             "checkpoint in Hugging Face's layout, as every training recipe writes."
@@ -424,10 +449,12 @@ def _export_gguf(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in metadata.items():
             _add_gguf_metadata(writer, key, value)
-        # The writer needs name, shape and type of every tensor before the first values.
+        # The writer needs name, shape and type of every tensor before the first values, and the values in this order.
         divisors = _rope_divisors(description)
         if divisors is not None:
-            writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.numpy().dtype, 4 * len(divisors))
+            num_bytes = 4 * len(divisors)  # float32
+            writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.numpy().dtype, num_bytes)
+        # Quantized values are bytes for the writer, whatever their type.
         byte_dtype = torch.empty(0, dtype=torch.uint8).numpy().dtype
         for name, quantization_type in types.items():
             shape = tuple(model.get_parameter(name).shape)
@@ -444,7 +471,7 @@ def _export_gguf(
                 external_tensors = [tensor.to(dtype) for tensor in external_tensors]
             # llama.cpp has the order of rows that this library has, and other names.
             for name, weight in zip(group.tune, group.to_tune(external_tensors), strict=True):
-                sign_of_life()
+                sign_of_life()  # for the watchdog: a large model takes minutes
                 values = weight.float().contiguous().numpy()
                 writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
         writer.close()
@@ -541,6 +568,7 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         tokens[index] = text
         if text not in added_tokens:
             types[index] = NORMAL
+        # _gguf builds special tokens of the first kind, and other added tokens of the second.
         elif added_tokens[text]["special"]:
             types[index] = CONTROL
         else:
@@ -587,7 +615,7 @@ def _pre_tokenizer_name(tokenizer: Any) -> str | None:
         return None
     # Compare results: one pre-tokenizer can be written in several ways.
     cuts = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in _PROBES]
-    for name, make_pre_tokenizer in pre_tokenizers().items():
+    for name, make_pre_tokenizer in pre_tokenizers().items():  # "gpt-2" before "default", which is equal here
         pre_tokenizer = make_pre_tokenizer()
         if [pre_tokenizer.pre_tokenize_str(text) for text in _PROBES] == cuts:
             return name
@@ -618,7 +646,7 @@ def gguf_to_hf(gguf_file: str | Path, output_dir: str | Path, dtype: torch.dtype
         model = build(description, spec).to(dtype)
     view = _GGUFView(model, file)
     check_base(view, file)
-    tensors = [view.tensor_group(group, turn=0) for group in spec.weight_map("hf").groups(description)]
+    tensors = [WeightGroup(view, group, turn=0) for group in spec.weight_map("hf").groups(description)]
     with atomic_directory(output_dir) as folder:
         config = config_of(spec, description, description.vocab_size, dtype, None)
         write_json(folder / "config.json", {**config, **file.special_token_ids()})

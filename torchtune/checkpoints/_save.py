@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -47,6 +48,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Dtypes of weights that an optimizer may make NaN or infinite.
+_CHECKED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def spec_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,24 +86,39 @@ class TensorSlice:
         return memoryview(data.reshape(-1).view(torch.uint8).numpy())
 
 
-@dataclass(frozen=True)
-class TensorGroup:
-    """Tensors of a file that are computed and written together.
+class TensorGroup(ABC):
+    """Tensors of a file that are computed and written together, when the file is written.
 
     Attributes:
         specs: full tensors on the meta device, by name in the file.
-        compute: computes the slices that this rank contributes.
         itemsize: bytes of an element.
     """
 
     specs: Mapping[str, torch.Tensor]
-    compute: Callable[[], Iterable[TensorSlice]]
     itemsize: int
 
-    @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> "TensorGroup":
-        """Return the group of one existing full tensor."""
-        return TensorGroup({name: spec_of(tensor)}, lambda: [TensorSlice.of(name, tensor)], tensor.itemsize)
+    @abstractmethod
+    def compute_slices(self) -> list[TensorSlice]:
+        """Compute the slices that this rank contributes."""
+
+
+class ExistingTensor(TensorGroup):
+    """An existing full tensor to write.
+
+    Args:
+        name: name of the tensor in the file.
+        tensor: the tensor.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.specs = {name: spec_of(tensor)}
+        self.itemsize = tensor.itemsize
+        self.name = name
+        self.tensor = tensor
+
+    def compute_slices(self) -> list[TensorSlice]:
+        """Return the slice that is the full tensor."""
+        return [TensorSlice.of(self.name, self.tensor)]
 
 
 def aligned(groups: Iterable[TensorGroup]) -> list[TensorGroup]:
@@ -132,6 +150,7 @@ class TensorFile:
         self.specs: dict[str, torch.Tensor] = {}
         for group in self.groups:
             self.specs.update(group.specs)
+        # transformers refuses a file without the format.
         header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         self.size = 0
         for name, spec in self.specs.items():
@@ -142,7 +161,7 @@ class TensorFile:
             self.size += spec.nbytes
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)  # the tensors after it are aligned to 8 bytes
-        self.header = len(encoded).to_bytes(8, "little") + encoded
+        self.header = len(encoded).to_bytes(8, "little") + encoded  # safetensors: length, JSON, values
 
 
 class FileWriter:
@@ -241,7 +260,7 @@ def write_file(file: TensorFile, folder: Path) -> None:
     writer = FileWriter(file, folder)
     try:
         for group in file.groups:
-            writer.write(list(group.compute()))
+            writer.write(group.compute_slices())
         writer.finish()
     finally:
         writer.close()
@@ -249,8 +268,48 @@ def write_file(file: TensorFile, folder: Path) -> None:
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write existing tensors to a file."""
-    groups = [TensorGroup.of(name, tensor) for name, tensor in tensors.items()]
+    groups = [ExistingTensor(name, tensor) for name, tensor in tensors.items()]
     write_file(TensorFile(path.name, groups), path.parent)
+
+
+def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+    """Check before a save that no trained weight is NaN or infinite. A collective.
+
+    Steps with such a loss or gradient are skipped, but an optimizer may compute such weights from finite gradients, for
+    example with a learning rate of 1e30, and the loss of infinite weights may be finite.
+
+    Args:
+        name: name of the checkpoint.
+        parameters: the trained parameters, by name.
+        ranks: all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if a weight of any of them is not finite.
+    """
+    checked_names = []
+    are_finite = []  # a bool on the device each
+    for parameter_name, parameter in parameters.items():
+        values = parameter.detach()
+        if hasattr(values, "device_mesh"):
+            values = values.to_local()  # each rank checks its shard
+        is_plain = type(values) is torch.Tensor  # other classes of tensors may lack the operation
+        if is_plain and values.dtype in _CHECKED_DTYPES and values.numel():
+            # The extremes need no memory, unlike a mask of all values. Both are NaN if any value is.
+            extremes = torch.stack(torch.aminmax(values))
+            checked_names.append(parameter_name)
+            are_finite.append(torch.isfinite(extremes).all())
+    broken = []
+    if are_finite:
+        # All at once, so that the host waits for the device once. Parts of a model may be on several devices.
+        flags = torch.stack([is_finite.to(are_finite[0].device) for is_finite in are_finite]).tolist()
+        broken = [checked_name for checked_name, is_finite in zip(checked_names, flags, strict=True) if not is_finite]
+    broken_on_any = sorted({broken_name for names in ranks.gather(broken) for broken_name in names})
+    if broken_on_any:
+        raise CheckpointError(
+            f"{name}: {len(broken_on_any)} of {len(parameters)} trained parameters have values that are NaN or "
+            f"infinite, such as '{broken_on_any[0]}', so that nothing is saved: go on from an earlier checkpoint, or "
+            "start anew, with a lower learning rate."
+        )
 
 
 @dataclass(frozen=True)
@@ -355,10 +414,13 @@ class Saver:
             raise CheckpointError(
                 f"{job.name}: the tensors differ between ranks in name, shape or dtype: build the same model on all."
             )
+        # The first error of computing this rank's slices, if there is one. It is raised after the last round: the other
+        # ranks wait for this one in every round.
         failure: list[Exception] = []
         rounds = self._rounds(job, failure)
         if not in_background:
-            if self._write(job, lambda: rounds, failure):
+            is_saved = self._write(job, rounds, failure)
+            if is_saved:  # an optional checkpoint may be missing, after a warning
                 self._log(f"{job.name} was saved in {time.monotonic() - start:.1f} s.")
             return
         stream = None
@@ -372,11 +434,11 @@ class Saver:
             copied = Future()
             copied.set_result(_copy(rounds, stream))
         # The thread takes one task at a time: writing begins after the copy.
-        self._pending = self._thread.submit(self._write, job, copied.result, failure)
+        self._pending = self._thread.submit(self._write, job, _copied_rounds(copied), failure)
         self._copying = copied, job.name, time.monotonic() - start
         # Hooks are removed later: the optimizer iterates over them when it calls them.
         self._hooks = [optimizer.register_step_pre_hook(self._wait_for_copy) for optimizer in optimizers]
-        if not optimizers:
+        if not optimizers:  # the copy is complete: this logs how long it took
             self._wait_for_copy()
 
     def _wait_for_copy(self, *_: object) -> None:
@@ -400,17 +462,8 @@ class Saver:
         The ranks write as many files at a time as there are ranks. After an exception, which is stored in ``failure``,
         the rounds continue, because the other ranks wait for this one.
         """
-
-        def compute(group: TensorGroup) -> list[TensorSlice] | None:
-            if failure:
-                return None
-            try:
-                return list(group.compute())
-            except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
-                failure.append(error)
-                return None
-
-        # File i of a batch is written by rank i: in each round, every rank receives one group.
+        # File i of a batch is written by rank i: in each round, every rank receives one group. No variable here has the
+        # slices of a group: the caller frees them while this generator waits for the next round.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
             num_rounds = max(len(file.groups) for file in files)
@@ -418,13 +471,13 @@ class Saver:
                 groups = []
                 for writer, file in enumerate(files):
                     if number < len(file.groups):  # files have different numbers of groups
-                        groups.append(_GroupSlices(file, writer, compute(file.groups[number])))
+                        groups.append(_GroupSlices(file, writer, _compute_slices(file.groups[number], failure)))
                 yield groups
         if job.state_file is not None:
             for group in job.state_file.groups:
-                yield [_GroupSlices(job.state_file, self._ranks.rank, compute(group), is_shared=False)]
+                yield [_GroupSlices(job.state_file, self._ranks.rank, _compute_slices(group, failure), is_shared=False)]
 
-    def _write(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> bool:
+    def _write(self, job: Job, rounds: Iterable[_Round], failure: list[Exception]) -> bool:
         """Write a checkpoint, and return whether it was saved; only one that the run needs raises an error."""
         try:
             self._write_or_raise(job, rounds, failure)
@@ -435,12 +488,13 @@ class Saver:
             self._log(f"{job.name} was not saved, training goes on: {error}", logging.WARNING)
             return False
 
-    def _write_or_raise(self, job: Job, rounds: Callable[[], Iterable[_Round]], failure: list[Exception]) -> None:
+    def _write_or_raise(self, job: Job, rounds: Iterable[_Round], failure: list[Exception]) -> None:
+        """Write a checkpoint; an error of any rank is raised on all, and leaves no folder."""
         ranks = self._ranks
         path = job.output_dir / job.name
         checksums: Checksums = {}
         with ExitStack() as stack:
-
+            # Rank 0 alone enters the contexts, so that the stack of any other rank is empty.
             def begin() -> Path:
                 stack.enter_context(self._lock.held())
                 directory = new_directory(job.output_dir, job.name, checksums, last_save=job.last_save)
@@ -455,13 +509,13 @@ class Saver:
             written: Checksums = {}
             with ranks.raise_on_all():
                 try:
-                    written = self._write_files(job, rounds(), folder)
+                    written = self._write_files(job, rounds, folder)
                     if failure:
                         raise failure[0]
                 except OSError as error:
                     raise explain_os_error(error, path) from error
             for written_by_rank in ranks.gather(written):
-                checksums.update(written_by_rank)
+                checksums.update(written_by_rank)  # new_directory reads this dict when the stack closes
             ranks.run_on_rank_0(stack.close)  # writes the marker and renames the folder
         if ranks.rank == 0:
             job.finish(path)
@@ -469,7 +523,7 @@ class Saver:
     def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Checksums:
         """Write and flush the files of this rank; return size and checksum of each."""
         writers: dict[str, FileWriter] = {}
-        activity = watched_activity() or Activity()
+        activity = watched_activity() or Activity()  # a new one, which nothing reads, without a watchdog
         checksums: Checksums = {}
         write_error: OSError | ValueError | None = None
         is_incomplete = False
@@ -503,7 +557,7 @@ class Saver:
         finally:
             for writer in writers.values():
                 writer.close()
-            del write_error
+            del write_error  # an error refers to this frame, and the frame to the error: both would outlive the call
         return checksums
 
     def _exchange(self, groups: _Round) -> tuple[TensorFile | None, list[TensorSlice] | None]:
@@ -523,6 +577,7 @@ class Saver:
             else:
                 packets[group.writer] = _pack(group.slices)
             group.slices = None  # frees them before the packets of other ranks arrive
+        # Every rank writes its state file alone. A round has groups of shared files only, or of that file.
         if self._ranks.size > 1 and groups[0].is_shared:
             for packet in self._ranks.exchange_packets(packets, receives=file is not None):
                 received = _unpack(packet)
@@ -533,6 +588,22 @@ class Saver:
         if not is_complete:
             return file, None
         return file, slices
+
+
+def _compute_slices(group: TensorGroup, failure: list[Exception]) -> list[TensorSlice] | None:
+    """Compute this rank's slices of a group; after an error, which is appended to ``failure``, return None."""
+    if failure:
+        return None
+    try:
+        return group.compute_slices()
+    except Exception as error:  # noqa: BLE001 - raised when no rank waits for this one any more
+        failure.append(error)
+        return None
+
+
+def _copied_rounds(copied: Future[list[_Round]]) -> Iterator[_Round]:
+    """Yield the rounds of a finished copy; an error of the copy is raised while files are written, on all ranks."""
+    yield from copied.result()
 
 
 def _copy(rounds: Iterable[_Round], stream: torch.cuda.Stream | None) -> list[_Round]:

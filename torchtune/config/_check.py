@@ -44,8 +44,9 @@ _NEARLY_EQUAL = 0.8  # similarity of a name of another section that is worth a s
 class Checker:
     """Checker of one document: mistakes are collected, and ``raise_mistakes`` raises them together.
 
-    Values are checked first, which imports nothing. Their components are queued, and are imported only while there are
-    fewer mistakes than a message lists.
+    The steps, in this order: ``check_fields`` checks the values, which imports nothing, and queues their components.
+    ``check_components`` imports these, while there are fewer mistakes than a message lists, and converts their
+    arguments. ``raise_mistakes`` raises. ``build_settings`` then builds the dataclass.
 
     Names in the recipe's file are qualified by its module: other parts of the library, which build components of the
     settings, cannot know the recipe.
@@ -81,7 +82,7 @@ class Checker:
             if key in other_valid_keys:
                 continue
             if key not in settings:
-                is_variable = not path and key in self.referenced_keys
+                is_variable = not path and key in self.referenced_keys  # of the user's own, which references read
                 if not is_variable:
                     self.unknown.append(((*path, key), list(settings), "there is no such setting"))
             elif value == "???":
@@ -91,8 +92,11 @@ class Checker:
         for name, setting in settings.items():
             if setting.required and name not in data:
                 self.missing.append(((*path, name), f"is required ({type_text(setting.annotation)}) but not given"))
-        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields.
-        if self._count_mistakes() == mistakes_before:
+        # The class tests values together in `__post_init__` and `check()`, which rely on the types of its fields. This
+        # instance is only for these tests: the arguments of its components are not converted yet. If a reference could
+        # not be resolved, a mistake from before, its value is a text.
+        has_unresolved = any(isinstance(value, str) and UNRESOLVED in value for value in values.values())
+        if self._count_mistakes() == mistakes_before and not has_unresolved:
             try:
                 instance = build_settings(cls, values)
                 if hasattr(instance, "check"):
@@ -116,7 +120,8 @@ class Checker:
     def check_value(self, path: KeyPath, value: Any, annotation: Any) -> Any:
         """Check ``value`` against ``annotation``, note every mistake, and return the value in its final type.
 
-        Component nodes are queued and returned unchanged; dataclasses stay plain mappings.
+        A component node is queued and returned itself, not a copy: ``check_components`` converts its arguments in
+        place. Dataclasses stay plain mappings.
         """
         base, extras = split_annotated(annotation)  # int and (Range(min=1),) of Annotated[int, Range(min=1)]
         if isinstance(value, str) and UNRESOLVED in value:
@@ -126,7 +131,8 @@ class Checker:
         fits = [_has_type(value, member) for member in alternatives]
         if not any(fits) and str in alternatives and isinstance(value, (int, float)):
             position = self.document.positions.get(path)
-            if position is not None and position.raw:  # a number on the command line for a text setting
+            # A number on the command line for a text setting: its text as it was typed, such as 007.
+            if position is not None and position.raw:
                 return position.raw
         if True not in fits:
             if None in fits:  # the annotation says nothing of its type
@@ -192,7 +198,7 @@ class Checker:
                     reason += f"; rename '{misspelt}'"
                 self.document.add_mistake(path, reason)
             return value
-        if origin is float:
+        if origin is float:  # which an integer is for as well
             return float(value)
         if dataclasses.is_dataclass(origin):
             return self.check_fields(path, value, origin)
@@ -200,7 +206,7 @@ class Checker:
             return {key: self.check_value((*path, key), item, args[1]) for key, item in value.items()}
         if isinstance(value, list) and args and isinstance(origin, type):
             return self._convert_items(path, value, origin, args, runtime_args)
-        if isinstance(value, (dict, list)):
+        if isinstance(value, (dict, list)):  # the annotation says nothing of the contents
             return self.visit_components(path, value)
         return value
 
@@ -242,7 +248,7 @@ class Checker:
         self.queue.append((path, node, runtime_args))
 
     def check_components(self) -> None:
-        """Check the queued components against their signatures."""
+        """Check the queued components against their signatures, and convert their arguments in their nodes."""
         while self.queue and len(self.document.mistakes) < MAX_MISTAKES:
             path, node, runtime_args = self.queue.pop(0)
             self._check_component(path, node, runtime_args)
@@ -251,18 +257,18 @@ class Checker:
         """Import a component, and check its node against its ``Config`` or its signature; the node is converted."""
         name = node["_component_"]
         if isinstance(name, str) and UNRESOLVED in name:
-            return
+            return  # its reference is a mistake already
         arguments = {key: value for key, value in node.items() if key != "_component_"}
         try:
             target = locate(name, self.namespace)
         except (InstantiationError, ValueError) as error:
             self.document.add_mistake((*path, "_component_"), str(error))
-            self.visit_components(path, arguments)
+            self.visit_components(path, arguments)  # mistakes of the components inside are shown at the same time
             return
         node["_component_"] = qualify(name, self.namespace)
         if is_configurable(target):
             self.check_fields(path, node, target.Config, other_valid_keys=("_component_",))
-            # `__init__` takes the config first, then the runtime arguments.
+            # `__init__` takes the config first, then the runtime arguments; keys in YAML are fields of the config.
             self._bind_runtime_args(path, name, remaining(accepts(target), 1), runtime_args, set())
         elif callable(target):
             names = set(arguments)
@@ -279,7 +285,10 @@ class Checker:
     def _bind_runtime_args(
         self, path: KeyPath, name: str, signature: Accepts, runtime_args: RuntimeArgs | None, yaml_keys: set[str]
     ) -> dict[str, str]:
-        """Check the runtime arguments; return parameter name -> name of the runtime argument that fills it."""
+        """Check the runtime arguments; return parameter name -> name of the runtime argument that fills it.
+
+        Empty if the runtime arguments are unknown (``None``): the recipe may then hand over any missing argument.
+        """
         if runtime_args is None:
             return {}
         bound = dict(zip(signature.order, runtime_args.positional, strict=False))
@@ -306,7 +315,7 @@ class Checker:
         runtime_args: RuntimeArgs | None,
         bound: dict[str, str],
     ) -> None:
-        """Check the arguments in YAML; ``bound`` are the parameters that runtime arguments fill."""
+        """Check and convert the arguments in YAML; ``bound`` are the parameters that runtime arguments fill."""
         name = as_written(node["_component_"])
         for key, value in list(node.items()):
             argument_path = (*path, key)
@@ -355,8 +364,8 @@ class Checker:
         return True
 
     def raise_mistakes(self) -> None:
-        """Check the queued components, then raise ``ConfigError`` if there are mistakes."""
-        self.check_components()
+        """Raise ``ConfigError`` if there are mistakes."""
+        # Now, because the suggestions for unknown keys are among the accepted names of all components.
         self._add_unknown_and_missing()
         self.document.check()
 
@@ -366,7 +375,7 @@ class Checker:
         If an unknown key is a misspelled required key, the required key is not reported as missing, too.
         """
         misspelt: set[KeyPath] = set()
-        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:
+        for path, local_names, reason in self.unknown[:MAX_MISTAKES]:  # a message lists no more
             key = str(path[-1])
             # The same name in another section comes first, then a similar one in this section, then one anywhere.
             other_paths = [dotted for dotted in self.accepted_names.get(key, []) if dotted != join_key(path)]
@@ -388,7 +397,7 @@ class Checker:
             self.document.add_mistake(path, reason + suggestion(suggested))
         for path, reason in self.missing:
             if path not in misspelt:
-                self.document.add_mistake(path, reason, at=path[:-1])
+                self.document.add_mistake(path, reason, at=path[:-1])  # the key has no line: that of its section
 
 
 def is_note(document: Document, key: str, settings: Collection[str], arguments: Collection[str]) -> bool:
@@ -417,16 +426,16 @@ def _has_type(value: Any, member: Any) -> bool | None:
     """Return whether ``value`` has the type ``member``; ``None`` if the annotation does not determine it."""
     base, _ = split_annotated(member)
     origin = get_origin(base) or base
-    if origin is Any or isinstance(origin, (typing.TypeVar, str)):
+    if origin is Any or isinstance(origin, (typing.TypeVar, str)):  # a text is an annotation that was not evaluated
         return None
-    if origin is Literal:
+    if origin is Literal:  # of the same type, because True equals 1
         return any(type(choice) is type(value) and choice == value for choice in get_args(base))
     if origin is Component:
-        return isinstance(value, dict)
+        return isinstance(value, dict)  # _convert_contents explains a mapping without _component_
     if origin in (None, type(None)):
         return value is None
     if origin is float:
-        return type(value) in (int, float)
+        return type(value) in (int, float)  # and not bool, a subclass of int
     if origin in PLAIN_TYPES:
         return type(value) is origin
     if not isinstance(origin, type):
@@ -439,10 +448,10 @@ def _has_type(value: Any, member: Any) -> bool | None:
         return isinstance(value, dict)
     if issubclass(origin, (Sequence, Set)):
         return isinstance(value, list)
-    # Compared by name, because this room does not import torch.
+    # Compared by name, because this package does not import torch, which is slow.
     if f"{origin.__module__}.{origin.__name__}" == "torch.Tensor":
         return False  # YAML cannot represent such a value
-    return None
+    return None  # another class, which may convert a plain value itself
 
 
 def build_settings(cls: type, values: Mapping[str, Any]) -> Any:
@@ -471,10 +480,18 @@ def _convert_component_nodes(value: Any, annotation: Any) -> Any:
             return OmegaConf.create(value)
         if isinstance(value, dict) and dataclasses.is_dataclass(origin):
             return build_settings(origin, value)
-        if isinstance(value, dict) and origin is dict and len(args) == 2:
+        if isinstance(value, dict) and origin in (dict, Mapping) and len(args) == 2:
             return {key: _convert_component_nodes(item, args[1]) for key, item in value.items()}
-        if isinstance(value, list) and origin is list and args:
+        if isinstance(value, list) and origin in (list, Sequence) and args:
             return [_convert_component_nodes(item, args[0]) for item in value]
         if isinstance(value, list) and origin is tuple:
-            return tuple(value)
+            if not args:
+                return tuple(value)
+            item_annotations = args
+            if args[-1] is Ellipsis:  # tuple[X, ...], of any length
+                item_annotations = [args[0]] * len(value)
+            items = []
+            for item, item_annotation in zip(value, item_annotations, strict=True):
+                items.append(_convert_component_nodes(item, item_annotation))
+            return tuple(items)
     return value

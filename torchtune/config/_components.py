@@ -113,7 +113,7 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
     elif namespace is None:
         namespace = {}
     try:
-        parts = present_path(path).split(".")
+        parts = present_path(path).split(".")  # raises ImportError for a component that a release has removed
     except ImportError as error:
         raise InstantiationError(str(error)) from error
     if not all(parts):
@@ -124,6 +124,7 @@ def locate(path: object, namespace: Mapping[str, Any] | None = None) -> Any:
     elif _module_exists(first):
         target = _import(first, path)
     else:
+        # A suggestion among what a config may mean: neither built-ins nor modules of the standard library.
         modules = {name for name in sys.modules if "." not in name and not name.startswith("_")}
         candidates = {"torch", "torchtune", *namespace, *modules} - set(dir(builtins)) - set(sys.stdlib_module_names)
         hint = did_you_mean(first, candidates)
@@ -241,7 +242,7 @@ def _accepts(target: Callable[..., Any], depth: int = 0, skips_slow: bool = Fals
         return Accepts(takes_any_name=True, variadic=True)
     accepted = Accepts()
     catch_all = None
-    source = inspect.unwrap(_implementation(target)[0])
+    source = inspect.unwrap(_implementation(target)[0])  # its globals have the names in the annotations
     if getattr(source, "__name__", "") == "_no_init_or_replace_init":
         return accepted  # subclasses of a Protocol without __init__ take no arguments
     for name, parameter in signature.parameters.items():
@@ -280,11 +281,11 @@ def _evaluate_annotation(parameter: inspect.Parameter, source: Any) -> Any:
 
 
 def _implementation(target: Any) -> tuple[Any, type | None]:
-    """Return the function that takes the arguments, and the class that defines it."""
+    """Return the function that takes the arguments, and the class that defines it; None for a plain function."""
     if inspect.isclass(target):
         for owner in target.__mro__:
             for name in ("__init__", "__new__"):
-                if name in vars(owner) and owner is not object:
+                if name in vars(owner) and owner is not object:  # whose __init__ takes no arguments
                     return getattr(owner, name), owner
         return target, None
     if inspect.ismethod(target):
@@ -316,11 +317,14 @@ def remaining(
 
 
 def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, skips_slow: bool) -> None:
-    """Add to ``accepted`` the names that ``**catch_all`` of ``target`` may contain."""
-    if depth >= _MAX_DEPTH:
+    """Add to ``accepted`` the names that ``**catch_all`` of ``target`` may contain.
+
+    Parameters that ``accepted`` has already are those of ``target`` itself, and stay as they are.
+    """
+    if depth >= _MAX_DEPTH:  # functions may call each other in a circle
         accepted.takes_any_name = True
         return
-    # It passes them to the reader of the files' format, which only the files tell.
+    # load_dataset passes **kwargs to the reader of the files' format, which only the files tell.
     if getattr(target, "__name__", "") == "load_dataset" and target.__module__.partition(".")[0] == "datasets":
         for name in _dataset_reader_arguments():
             accepted.named.setdefault(name, Argument())
@@ -343,13 +347,14 @@ def _follow_kwargs(target: Any, catch_all: str, accepted: Accepts, depth: int, s
     # With several calls, such as one in each branch, no call needs its arguments in every case.
     is_only_use = len(uses.calls) == 1 and not uses.names
     for call in uses.calls:
+        # The common arguments are known without the import; accepts() follows the call if a config has others.
         if skips_slow and ast.unparse(call.func) == "datasets.load_dataset":
             accepted.named = {**_LOAD_DATASET, **accepted.named}
             accepted.is_incomplete = True
             continue
         try:
-            callee, skipped = scope.callee(call)
-        except (LookupError, AttributeError, InstantiationError, ValueError):
+            callee, skipped = scope.callee(call)  # of functools.partial(f, ...), the callee is f, and f is skipped
+        except (LookupError, AttributeError, InstantiationError, ValueError):  # a callee known at run time only
             accepted.takes_any_name = True
             continue
         positional = [argument for argument in call.args[skipped:] if not isinstance(argument, ast.Starred)]
@@ -408,7 +413,7 @@ class _Uses:
         self.calls: list[ast.Call] = []
         self.names: set[str] = set()
         self.unknown = False
-        parents: dict[ast.AST, ast.AST] = {}
+        parents: dict[ast.AST, ast.AST] = {}  # nodes know their children only
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
                 parents[child] = node
@@ -419,7 +424,7 @@ class _Uses:
             if node.id != name:
                 continue
             variables = self._assigned_variables(node, parents)
-            prepared |= variables - {name}
+            prepared |= variables - {name}  # without "kwargs = prepare(kwargs)", whose uses are those of kwargs
             if not variables:
                 self._record_use(parents[node], parents.get(parents[node]))
 

@@ -142,7 +142,7 @@ class _Builder:
         if node in self.ancestors:
             self.document.add_mistake(path, "contains itself through a YAML alias")
             return None
-        self.count += 1
+        self.count += 1  # again for each alias of a node, because a short file of aliases can expand to any size
         if self.count > _MAX_VALUES:
             raise BadValue(problem=f"holds more than {_MAX_VALUES:,} values", problem_mark=node.start_mark)
         if isinstance(node, yaml.ScalarNode):
@@ -157,7 +157,7 @@ class _Builder:
                 value.append(self.build(item, (*path, index)))
         else:
             value = self._build_mapping(node, path)
-        self.ancestors.discard(node)
+        self.ancestors.discard(node)  # beside this place, an alias of the node is valid
         return value
 
     def _record_position(self, path: KeyPath, node: yaml.Node) -> None:
@@ -309,6 +309,7 @@ def syntax_reason(error: yaml.YAMLError) -> str:
 def read_value(text: str) -> Any:
     """Parse the value of an override: a scalar with its YAML type, or a list, mapping or quoted text in flow style.
 
+    Nothing (``key=``) and Python's ``None`` are null. Any other text is returned as it is.
     Raises ``yaml.YAMLError`` for an unclosed list or mapping, or a duplicate key.
     """
     stripped = text.strip()
@@ -328,7 +329,7 @@ def read_value(text: str) -> Any:
             return text  # no closing quotation mark: plain text
         if isinstance(value, str):
             return value
-        return text
+        return text  # a mapping whose first key is quoted: plain text, because a mapping needs braces here
     # The type that YAML gives a plain scalar: `(True, False)` says that it is plain, not quoted.
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, stripped, (True, False))
@@ -453,11 +454,12 @@ def _assign(document: Document, keys: list[str], text: str, position: Position) 
     for key in keys[:-1]:
         step = _convert_key(node, key, path)
         path = (*path, step)
-        if isinstance(node, dict) and node.get(step) is None:
+        if isinstance(node, dict) and node.get(step) is None:  # missing, or null
             document.set(path, {}, position)
         node = node[step]
     path = (*path, _convert_key(node, keys[-1], path))
     previous = node[path[-1]] if isinstance(node, list) else node.get(path[-1])
+    # A reference may stand for a whole section.
     if is_component(previous) and isinstance(value, str) and "${" not in value:
         path = (*path, "_component_")  # model=package.builder keeps the other arguments
     document.set(path, value, position)
@@ -476,7 +478,7 @@ def _remove(document: Document, keys: list[str]) -> None:
         nodes.append(nodes[-1][step])
     if path[-1] == "_component_":
         raise _InvalidOverride("cannot be removed: a component without a name is nothing; remove the whole section")
-    # A section that becomes empty is removed, too.
+    # A section that becomes empty is removed, too; a list stays, because an empty list is a value.
     for end in range(len(path), 0, -1):
         section = nodes[end - 1]
         del section[path[end - 1]]

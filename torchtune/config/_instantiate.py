@@ -82,7 +82,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
     component = locate(path, caller_globals)
     name = as_written(path)
     values = {key: value for key, value in node.items() if key != "_component_"}
-    if is_configurable(component):
+    if is_configurable(component):  # its Config checks the arguments again, and converts them
         return from_node(component, values, *args)
     if not callable(component):
         raise InstantiationError(f"'{name}' is a {type(component).__name__}, not a class or function")
@@ -106,7 +106,7 @@ def _create(node: dict[str, Any], args: tuple[Any, ...], caller_globals: dict[st
             raise
         raise ArgumentError(f"{name}: {error}") from error
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None:  # not about a path
             raise
         raise InstantiationError(f"{name}: {error.filename}: {error.strerror}: choose another path.") from error
 
@@ -203,6 +203,7 @@ def _from_dict(cls: type, data: Mapping[str, Any]) -> Any:
     """Build a config from the output of ``to_dict``. Raises ``ConfigError`` with every mistake in ``data``."""
     checker = Checker(Document(dict(data)))
     values = checker.check_fields((), checker.document.data, cls)
+    checker.check_components()
     checker.raise_mistakes()
     return build_settings(cls, values)
 

@@ -62,6 +62,7 @@ def parse(recipe_main: Callable[[Any], Any]) -> Callable[..., Any]:
 
     @functools.wraps(recipe_main)
     def wrapper(*settings: Any) -> Any:
+        """Run the recipe with settings that are given, or with those of the command line, and then exit."""
         if settings:
             return recipe_main(*settings)
         try:
@@ -145,14 +146,14 @@ def load_and_check(
     _expand_home(document)
     if isinstance(document.data.get("recipe"), dict | list):
         document.add_mistake(("recipe",), "must be the name or the path of a recipe")
-        document.check()
+        document.check()  # now, because the checks below look the name up
     if recipe is None or inspect.isclass(recipe):
         main = None
         cls = recipe
     else:
         main = inspect.unwrap(recipe)
         cls = settings_of(main)
-    if not dataclasses.is_dataclass(cls):
+    if not dataclasses.is_dataclass(cls):  # there is no recipe, or its settings are a DictConfig
         return _check_untyped(document, main)
     return _check_typed(document, cls, main)
 
@@ -174,22 +175,24 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     defaults = {name: setting.default for name, setting in fields.items() if not setting.required}
     # Writes the values of references into the document, and returns the top-level keys that others refer to.
     referenced_keys = interpolate(document, defaults)
-    _remove_retired(document, cls, fields)
+    _remove_retired(document, cls, fields)  # after the references, which may name a retired setting
     running = recipe_at(scope.get("__file__") or "")  # name of the shipped recipe, None for a user's own
     other_valid_keys = ()
     name = None
-    if "recipe" not in fields:
+    if "recipe" not in fields:  # a config may name its recipe, although the recipe has no such setting
         other_valid_keys = ("recipe",)
         name = document.data.get("recipe", running)
 
     # The remark comes after the mistakes: all of them may be there because the config is for another recipe.
+    # Variables of the user's own, which only references read, say nothing of the recipe.
     data = {key: value for key, value in document.data.items() if key in fields or key not in referenced_keys}
     remark = _explain_wrong_recipe(data, running, fields)
     checker = Checker(document, scope, referenced_keys)
     try:
         values = checker.check_fields((), document.data, cls, other_valid_keys)
         _check_paths(document)
-        checker.raise_mistakes()  # imports the components of the settings and checks their arguments, too
+        checker.check_components()  # imports them, and converts their arguments inside `values`
+        checker.raise_mistakes()
         if remark:
             # A key that is a setting of the recipe that the remark names is no note of the user's own.
             for key in checker.notes:
@@ -199,6 +202,8 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
     except ConfigError as error:
         raise ConfigError(error.errors, remark) from None
     if remark:
+        # The config of a recipe with the same method, for another number of devices, may do: the remark is a warning.
+        # Another method would train something else than the config says.
         named = data.get("recipe")
         if running is not None and isinstance(named, str) and are_other_methods(running, named):
             raise ConfigError([Mistake(document.position(("recipe",)).text, "recipe", remark)])
@@ -211,7 +216,7 @@ def _check_typed(document: Document, cls: type, recipe: Callable[..., Any] | Non
         check_keys_are_read(document, recipe, referenced_keys, is_typed=True)
         document.check()
     settings = build_settings(cls, values)
-    if name is not None and hasattr(settings, "__dict__"):
+    if name is not None and hasattr(settings, "__dict__"):  # a dataclass with slots has none
         vars(settings)["recipe"] = name  # save_config writes it
         _check_quantizer(document, settings)  # by the name of the recipe
     if document.environment:
@@ -332,6 +337,7 @@ def validate(cfg: Any) -> None:
     interpolate(document, {})
     checker = Checker(document)
     checker.visit_components((), document.data)
+    checker.check_components()
     checker.raise_mistakes()
 
 

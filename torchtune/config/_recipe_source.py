@@ -49,18 +49,19 @@ def check_keys_are_read(
     a key that is mentioned, but apparently not read from the config, because it may be read indirectly.
     """
     file = inspect.getsourcefile(recipe_main)
-    if file is None or not Path(file).is_file():
+    if file is None or not Path(file).is_file():  # of a function defined in an interactive session
         return
     name = Path(file).name
     tree = _parse_source(Path(file).read_text(encoding="utf-8"))
     _check_labels(document, tree, recipe_main.__globals__, name)
     read, mentioned = keys_of(tree)
     used = read | _ALWAYS_READ | references
-    if not is_typed:
+    if not is_typed:  # configs of earlier releases have keys that the library reads, or nothing any more
         used |= _FORMER_KEYS
     without_effect: dict[str, str | None] = {}
     for key in document.data.keys() - used:
         similar = nearest(str(key), read)
+        # The name is right, a setting of the dataclass or a word of the file: no similar one is suggested.
         if is_typed or key in mentioned:
             without_effect[key] = None
         elif is_note(document, key, read, arguments):
@@ -153,7 +154,8 @@ def _passes_config(tree: ast.Module, names: dict[str, Any]) -> bool:
             module = getattr(value, "__module__", None) or getattr(value, "__name__", "")
             is_known = module == names["__name__"] or module.partition(".")[0] in ("torchtune", "functools")
         else:
-            is_known = name in ("getattr", "hasattr") or not hasattr(builtins, name)  # `self`, or the recipe
+            # Built-ins such as `vars` may read any key; other names are `self`, or variables of the recipe.
+            is_known = name in ("getattr", "hasattr") or not hasattr(builtins, name)
         if not is_known:
             return True
     return False

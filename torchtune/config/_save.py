@@ -69,7 +69,7 @@ def _to_plain(value: Any) -> Any:
         return value.value
     if isinstance(value, Path):
         return str(value)
-    if type(value) is str:
+    if type(value) is str:  # a component of the recipe's file, which the checks have qualified by its module
         return as_written(value)
     return value
 
@@ -82,6 +82,7 @@ def _redact(
     Values from the environment become references, unless they have changed since.
     """
     text, resolved = environment.get(path, (None, None))
+    # Compared as texts, too: the checks may have converted the number 1 to the text "1".
     if text is not None and (value == resolved or str(value) == str(resolved)):
         return _Reference(text)
     if isinstance(value, dict):

@@ -57,7 +57,7 @@ def record_environment() -> Iterator[set[str]]:
     def read(name: str, *default: Any) -> Any:
         names.add(name)
         value = os.environ.get(name)
-        if value:
+        if value:  # an empty value would be found in every text
             _environment[value] = f"${{oc.env:{name}}}"
         return oc.env(name, *default)
 

@@ -528,10 +528,18 @@ def _has_setting(settings: Any, name: str) -> bool:
 
 
 def _check_names(settings: Any, declared: frozenset[str]) -> None:
-    """Raise if a copied recipe lacks a name that the most similar shipped recipe has."""
+    """Raise if a copied recipe lacks a name that the most similar shipped recipe has.
+
+    The library takes a setting that is not declared for a feature that the recipe lacks, so it would silently ignore a
+    setting that the user has renamed.
+
+    Args:
+        settings: instance of the settings dataclass.
+        declared: names that the library reads and ``settings`` has.
+    """
     absent = []
     for group in _DECLARED_TOGETHER:
-        if len(declared.intersection(group)) > 1:
+        if len(declared.intersection(group)) > 1:  # the recipe has the feature, and so needs all of the group
             absent += [name for name in group if name not in declared]
     if not absent:
         return
@@ -546,7 +554,7 @@ def _check_names(settings: Any, declared: frozenset[str]) -> None:
         return
     name = missing[0]
     cls = type(settings)
-    default = ast.literal_eval(nearest[name])
+    default = ast.literal_eval(nearest[name])  # as the source writes it
     raise RecipeSettingsError(
         f"{inspect.getsourcefile(cls)}: {cls.__qualname__} has no '{name}', which the library reads: if you renamed "
         "it, rename it back or add a property of that name; where the recipe does without it, add "

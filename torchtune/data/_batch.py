@@ -78,15 +78,18 @@ class Batch(MutableMapping[str, Any]):
     _moved: "tuple[torch.Tensor, torch.Tensor, Batch] | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # A loop that rebuilds mappings, as the Trainer of transformers does, calls ``Batch(mapping)``.
         if not isinstance(self.tokens, torch.Tensor):
             raise DataError(
                 f"The tokens of a batch must be a tensor, not {type(self.tokens).__name__}: Batch.from_dict takes a "
                 "mapping, and loops that rebuild mappings take dict(batch)."
             )
         shape = tuple(self.tokens.shape)
+        # Without input_pos, which may be [1, s].
         for name, value in {"labels": self.labels, **self.per_token}.items():
             if value is not None and value.shape[:2] != self.tokens.shape:
                 raise DataError(f"A batch of tokens {shape} has '{name}' of shape {tuple(value.shape)}.")
+        # The documents of a shard are those of the whole batch: `split` does not change them.
         if self.documents is not None and self.documents.num_tokens != self.tokens.numel() * self.shard[1]:
             covered = self.documents.num_tokens
             raise DataError(f"A batch of {self.tokens.numel()} tokens has documents that cover {covered}.")
@@ -128,6 +131,7 @@ class Batch(MutableMapping[str, Any]):
                 kind = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise DataError(f"collate_fn: '{name}' must be a torch.int64 tensor [b, s], not {kind}.")
         fields = {name: batch[name] for name in _FIELDS if name in batch}
+        # An entry that is None is left out, because entries of `inputs` other than images cannot be padded or split.
         inputs = {name: batch[name] for name in _MODEL_INPUTS if batch.get(name) is not None}
         # Other names are tensors per token, of which a context-parallel rank takes its slice.
         per_token = {name: value for name, value in batch.items() if name not in (*_FIELDS, *_MODEL_INPUTS)}
@@ -288,7 +292,7 @@ class Batch(MutableMapping[str, Any]):
         )
 
     def pad_to_multiple(self, multiple: int) -> "Batch":
-        """Pad the sequence length to a multiple of ``multiple``.
+        """Pad the sequence length to a multiple of ``multiple``, for shards of equal length on parallel ranks.
 
         A batch with documents becomes one row, and its padding is an additional document. Labels are padded with the
         ignore index, ``per_token`` with zeros.
@@ -304,7 +308,7 @@ class Batch(MutableMapping[str, Any]):
         num_padding = -batch.tokens.shape[1] % multiple
         if num_padding == 0:
             return batch
-        changes: dict[str, Any] = {"inputs": {}}
+        changes: dict[str, Any] = {"inputs": {}}  # images, the only inputs here, are padded below
         if batch.documents is not None:
             # A document of its own: as a part of the last one, the padding would move the end that pooled scores read.
             lengths = [*batch.documents.lengths, num_padding]
@@ -312,11 +316,11 @@ class Batch(MutableMapping[str, Any]):
             if prefixes:
                 prefixes.append(-1)
             changes["documents"] = Documents.from_lengths(lengths, prefixes=prefixes)
-            changes["num_padding_documents"] = batch.num_padding_documents + 1
+            changes["num_padding_documents"] = batch.num_padding_documents + 1  # `per_document` has no value for it
         if images is not None:
             changes["inputs"] = {"encoder_input": {"images": images.pad_positions(num_padding)}}
         padded = batch._map_per_token(lambda value: _pad(value, num_padding), **changes)
-        if batch.labels is not None:
+        if batch.labels is not None:  # the padding above is 0, which would be a token to predict
             padded.labels = _pad(batch.labels, num_padding, CROSS_ENTROPY_IGNORE_IDX)
         return padded
 
@@ -351,7 +355,8 @@ class Batch(MutableMapping[str, Any]):
     def split_documents(self, size: int) -> list["Batch"]:
         """Split the batch into batches of up to ``size`` consecutive documents, without its padding documents.
 
-        Values :attr:`per_document` and :attr:`terms` are left out.
+        Values :attr:`per_document` and :attr:`terms` are left out: the parts are only scored, and the loss is that of
+        the whole batch.
 
         Args:
             size: number of documents.
@@ -372,7 +377,7 @@ class Batch(MutableMapping[str, Any]):
                 "rank, can be split into documents: use torchtune.data.collate_embedding."
             )
         batch = self._as_row()
-        lengths = self.documents.lengths[: self.num_documents]
+        lengths = self.documents.lengths[: self.num_documents]  # padding documents are the last
         starts = [0, *accumulate(lengths)]
         parts = []
         for first in range(0, len(lengths), size):
@@ -563,8 +568,8 @@ def check_shifted(
     Args:
         tokens: int64 ``[b, s]`` or ``[s]``; not checked on an accelerator.
         labels: same shape as ``tokens``.
-        lengths: lengths of the documents, and of the padding between them, in the flattened positions; by default each
-            row is one document.
+        lengths: lengths of the documents, and of the padding between them (may be 0), in the flattened positions; by
+            default each row is one document.
         name: name of the rows, for the error message.
 
     Raises:
@@ -585,6 +590,7 @@ def check_shifted(
     last_positions = torch.tensor(list(accumulate(lengths))) - 1
     is_label[last_positions] = False  # no next token
     is_next_same = tokens[1:] == tokens[:-1]
+    # A single label proves no convention: a method of training may have labels that are not the next tokens.
     if (is_label[:-1] & ~is_next_same).any() and (labelled_tokens != labelled_tokens[0]).any():
         raise DataError(
             f"The labels of {name} are the tokens at their own position, as transformers takes them: labels[i] is the "
@@ -629,7 +635,7 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
             "collate_fn: only text batches with documents, neither padded nor split, can share prefixes: use "
             "torchtune.data.collate_preference, or set share_prefix to False."
         )
-    if batch.documents.prefixes:
+    if batch.documents.prefixes:  # shared already
         return batch
     row = batch._as_row()
     lengths = batch.documents.lengths
@@ -676,17 +682,17 @@ def share_prefixes(batch: Batch, groups: Sequence[int], *, labelled: bool = Fals
 
 
 def _num_shared(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]], is_label: np.ndarray | None) -> int:
-    """Return the number of leading tokens that documents share as a prefix; 0 if these are too few.
+    """Return the number of leading tokens that documents share as a prefix; 0 if copies of their keys would not pay.
 
     Args:
-        columns: values of the tokens in which the documents are compared, ``[s, values]`` each.
+        columns: values of the tokens in which the documents are compared, the labels among them, ``[s, values]`` each.
         spans: start and length of each document.
         is_label: whether a token must not be in a prefix, bool ``[s]``; None for no such token.
     """
     if len(spans) == 1:
         return 0
     first_start, _ = spans[0]
-    num_shared = min(length for _, length in spans) - 1  # every document keeps a token of its own
+    num_shared = min(length for _, length in spans) - 1  # leaves every document a token: none may be empty
     for start, _ in spans[1:]:
         for values in columns:
             first_values = values[first_start : first_start + num_shared]
@@ -696,7 +702,7 @@ def _num_shared(columns: Sequence[np.ndarray], spans: Sequence[tuple[int, int]],
     if is_label is not None:
         is_shared_label = is_label[first_start : first_start + num_shared]
         if is_shared_label.any():
-            num_shared = int(is_shared_label.argmax())  # up to the first label
+            num_shared = int(is_shared_label.argmax())
     if num_shared < MIN_SHARED:
         return 0
     return num_shared

@@ -103,6 +103,7 @@ def collate_documents(batch: Sequence[Example]) -> Batch:
     labels = [_as_int_tensor(document["labels"]) for document in documents]
     images = [_images(document) for document in documents]
     for document, document_images in zip(documents, images, strict=True):
+        # "mask" is the tokenizer's, from which a dataset makes the labels; some leave it in the example.
         names = {"tokens", "labels", "label_weights", "mask", "source"}
         if document_images is not None:
             names.add("encoder_input")
@@ -180,6 +181,7 @@ def collate_preference(batch: Sequence[Mapping[str, Any]]) -> Batch:
         >>> torchtune.data.collate_preference([row]).documents.lengths
         (3, 3)
     """
+    # A batch of both kinds counts as pairs; its single answers are then refused.
     is_paired = not all("is_chosen" in example for example in batch)
     # (document, numbers) of each answer; of pairs, all chosen answers come first.
     if is_paired:
@@ -271,7 +273,8 @@ def _select_entries(example: Mapping[str, Any], names: Mapping[str, str]) -> dic
             f"dataset: an example has no '{min(missing)}', it has {entries}, so it is no pair: use "
             "torchtune.datasets.preference_dataset."
         )
-    return {name: example[source] for name, source in names.items() if source in example}
+    # Answers without images have no encoder_input.
+    return {name: example[key] for name, key in names.items() if key in example}
 
 
 def _unpredicted_document(tokens: Sequence[int], *, is_counted: bool) -> dict[str, Any]:
@@ -317,7 +320,8 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
                 f"dataset: an example has no '{min(missing)}', it has {', '.join(map(str, example)) or 'nothing'}: "
                 "use torchtune.datasets.embedding_dataset."
             )
-    # (role, index of the example, token ids) of each document
+    # (role, index of the example, token ids) of each document. The loss takes the i-th passage for the positive of the
+    # i-th query.
     documents = [(QUERY, index, example["query"]) for index, example in enumerate(batch)]
     documents += [(POSITIVE, index, example["positive"]) for index, example in enumerate(batch)]
     for index, example in enumerate(batch):
@@ -328,7 +332,7 @@ def collate_embedding(batch: Sequence[Mapping[str, Any]]) -> Batch:
     digests = []
     for _, index, tokens in documents:
         rows.append(_unpredicted_document(tokens, is_counted=example_counts[index]))
-        # By their digests, ranks find equal documents of each other, which are no negatives.
+        # By their digests, which fit in int64, ranks find equal documents of each other, which are no negatives.
         token_bytes = np.asarray(tokens, np.int64).tobytes()
         digests.append(int.from_bytes(blake2b(token_bytes, digest_size=8).digest(), "little", signed=True))
     per_document = {
@@ -376,7 +380,7 @@ def collate_reranking(batch: Sequence[Mapping[str, Any]]) -> Batch:
         for number, (tokens, target) in enumerate(zip(example["documents"], example["targets"], strict=True)):
             rows.append(_unpredicted_document(tokens, is_counted=is_counted))
             per_document["example"].append(index)
-            per_document["is_first"].append(number == 0)
+            per_document["is_first"].append(number == 0)  # where the loss counts the example, once
             per_document["target"].append(float(target))
             per_document["counts"].append(is_counted)
     tensors = {name: torch.tensor(values) for name, values in per_document.items()}
@@ -522,6 +526,7 @@ def padded_collate_sft(
     tokens = [_as_int_tensor(example["tokens"]) for example in batch]
     labels = [_as_int_tensor(example["labels"]) for example in batch]
     if cp_degree > 1:
+        # torch's context parallelism gives each rank two chunks, from the start and the end, to balance causal work.
         pad_to_multiple_of *= 2 * cp_degree
     out: dict[str, Any] = {
         "tokens": _pad(tokens, padding_idx, multiple=pad_to_multiple_of),
@@ -532,7 +537,7 @@ def padded_collate_sft(
     for row in tokens:
         lengths += [len(row), length - len(row)]  # a document and its padding
     check_shifted(out["tokens"], out["labels"], lengths)
-    if cp_degree > 1:
+    if cp_degree > 1:  # a rank cannot count the positions of its shard from 0
         out["input_pos"] = torch.arange(length)[None]
     if "encoder_input" in batch[0]:
         out["encoder_input"] = _stack([example["encoder_input"] for example in batch], stack_on_new_dim)
@@ -669,7 +674,7 @@ def padded_collate_tiled_images_and_mask(
     """
     if pad_direction not in ("left", "right"):
         raise DataError(f"pad_direction must be 'left' or 'right', not '{pad_direction}'.")
-    with_labels = pad_direction == "right" or "labels" in batch[0]
+    with_labels = pad_direction == "right" or "labels" in batch[0]  # prompts to generate from have none
     for example in batch:
         _check_tiled_example(example, with_labels)
     length = max(len(example["tokens"]) for example in batch)
@@ -723,6 +728,7 @@ def _pad_tiled_images(
     first_mask = next(itertools.chain.from_iterable(example["encoder_mask"] for example in batch))
     num_positions = first_mask.shape[1] // len(images[0])  # of a tile: its patches and the class token
     # Fill the tensors in place, to avoid a second copy of images and masks. What is not filled stays masked out.
+    # A padding image counts as one tile of zeros.
     pixels = images[0].new_zeros(len(batch), num_images, num_tiles, *images[0].shape[1:])
     ratios = torch.ones(len(batch), num_images, 2, dtype=torch.int64)
     masks = torch.zeros(len(batch), length, num_images, num_tiles, num_positions, dtype=torch.bool)

@@ -36,7 +36,7 @@ class SharedPrefixes:
         keys = []
         document_indices = []  # of those that are not prefixes
         prefix_of_document = []
-        prefix_indices = set(prefixes)
+        prefix_indices = set(prefixes)  # with -1, which is the index of no document
         for document, prefix in enumerate(prefixes):
             document_keys = positions[document]
             if prefix >= 0:
@@ -115,7 +115,7 @@ class Documents:
                 raise ValueError(f"A document goes on from one that itself goes on from another: prefixes {prefixes}.")
             shared = SharedPrefixes.of(starts[:-1], lengths, prefixes)
         else:
-            prefixes = ()
+            prefixes = ()  # -1 for every document means no prefixes, too
         documents = cls(lengths, torch.tensor(starts, dtype=torch.int32), prefixes, shared)
         if device is None:
             return documents
@@ -125,7 +125,11 @@ class Documents:
         return documents.to(device)
 
     def split_into_chunks(self, size: int) -> "Documents":
-        """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter."""
+        """Return the boundaries of chunks of ``size`` positions; the last chunk of a document may be shorter.
+
+        Layers that attend within chunks (Llama 4) take each chunk for a document. A chunk that begins in a shared
+        prefix and ends in a document becomes two: the end of the prefix, and the start of each document that shares it.
+        """
         if self.max_length <= size:
             return self
         lengths: list[int] = []
@@ -138,8 +142,9 @@ class Documents:
             lengths += [end - start for start, end in pairwise(cuts)]
             last_chunks.append(len(lengths) - 1)
         prefixes = [-1] * len(lengths)
+        # Not strict: `self.prefixes` is empty if there are no prefixes.
         for first_chunk, prefix_length, prefix in zip(first_chunks, self.before, self.prefixes, strict=False):
-            if prefix_length % size:  # the first chunk begins inside the prefix
+            if prefix_length % size:  # the first chunk begins inside the prefix: the chunk at its end is shared
                 prefixes[first_chunk] = last_chunks[prefix]
         return Documents.from_lengths(lengths, self.cu_seqlens.device, prefixes)
 

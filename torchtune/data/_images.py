@@ -62,8 +62,9 @@ def _open_pillow_image(value: Any) -> Iterator[Any]:
         if not stat.S_ISREG(value.stat().st_mode):  # reading a pipe would block, and a device may be endless
             raise ValueError("it is not a regular file")
     pillow = _require_pillow()
-    pillow.init()
-    formats = [name for name in _FORMATS if name in pillow.OPEN]  # AVIF depends on how Pillow was built
+    pillow.init()  # registers the formats in OPEN
+    # Only known formats: Pillow opens some others by running a program. A build of Pillow may lack AVIF.
+    formats = [name for name in _FORMATS if name in pillow.OPEN]
     file = value
     if not isinstance(value, Path):
         file = io.BytesIO(value)
@@ -166,7 +167,7 @@ def _with_opened_image(value: Any, function: Callable[[Any], Any]) -> Any:
         if data is not None and not isinstance(data, bytes | bytearray | memoryview):
             raise DataError(f"'bytes' of {name} must be the bytes of its file, not {type(data).__name__}")
         value = path
-        if data is not None:
+        if data is not None:  # the path beside the bytes is only a name
             value = bytes(data)
     if not isinstance(value, str | Path | bytes | pil_image.Image):
         raise DataError(f"an image must be a path, its bytes or a Pillow image, not {type(value).__name__}")
@@ -176,7 +177,7 @@ def _with_opened_image(value: Any, function: Callable[[Any], Any]) -> Any:
         )
     try:
         with _open_pillow_image(value) as image:
-            return function(image)
+            return function(image)  # may decode the pixels, and so find that the file is damaged
     except (*_IMAGE_ERRORS, pil_image.DecompressionBombError) as error:
         raise DataError(f"{name} cannot be read ({_explain_error(error)})") from error
 
@@ -312,6 +313,7 @@ def insert_images(turns: Sequence[Any], images: Sequence[Any]) -> list[Any]:
     num_with_image = 0  # parts of type image that have an image of their own
     filled_turns = []
     for turn in turns:
+        # A Message has its images already, and a text has no place for one.
         if type(turn) is not dict or not isinstance(turn.get("content"), list):
             filled_turns.append(turn)
             continue

@@ -102,8 +102,8 @@ class BatchLoader:
         if self.examples_per_epoch == 0:
             raise DataError("The dataset is empty: there is nothing to train on.")
         self.epoch = 0
-        self._step = 0
-        self._indices = np.empty(0, dtype=np.int64)
+        self._step = 0  # the next one of the epoch
+        self._indices = np.empty(0, dtype=np.int64)  # of the last yielded step
         self._epoch_order: tuple[int, np.ndarray] | None = None  # (epoch, its order)
         self._peeked: tuple[tuple[int, int], list[Collated]] | None = None  # ((epoch, step), its micro-batches)
         self._num_announced = 0  # number of steps announced to the stream
@@ -362,7 +362,7 @@ class BatchLoader:
         self.epoch = int(state["epoch"])
         self._step = int(state["step"])
         if self.dataset.is_stream:
-            self.dataset.go_to(state["stream"])
+            self.dataset.go_to(state["stream"])  # forgets what was announced
             self._num_announced = 0
             self._announce_next_steps()
 

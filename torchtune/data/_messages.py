@@ -230,12 +230,12 @@ def as_message(value: MessageLike) -> Message:
         value = {"role": value["from"], "content": value["value"], **fields}
     name = value["role"]
     content = value.get("content")
-    if len(value) == 2 and type(content) is str and name != "function_call":  # fast path
+    if len(value) == 2 and type(content) is str and name != "function_call":  # fast path: nothing else to read
         return Message(role, content, masked=role != "assistant")
     extra = value.get("extra") or {}
     if not isinstance(extra, Mapping):
         raise DataError(f"the 'extra' of a turn must be a mapping, not {type(extra).__name__}")
-    calls = _calls_of_turn({**extra, **value})
+    calls = _calls_of_turn({**extra, **value})  # `extra` may have calls, too; the turn's own count
     if name == "function_call":  # the content is the call
         calls = [*calls, *call_of_text(content)]
         content = None
@@ -262,7 +262,7 @@ def as_message(value: MessageLike) -> Message:
     try:
         message = Message(role, content, extra=extra, ipython=bool(value.get("ipython")))
     except ValueError as error:
-        raise DataError(str(error).rstrip(".")) from error
+        raise DataError(str(error).rstrip(".")) from error  # a report goes on after the reason of a row
     message.eot = value.get("eot") is not False
     _set_training(message, value)
     return message
@@ -319,7 +319,11 @@ def _calls_of_turn(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _stated_training(turn: Mapping[str, Any]) -> bool | None:
-    """Return whether a turn says that it is trained on; None if it says nothing, or only that its weight is 1."""
+    """Return whether a turn says that it is trained on.
+
+    None if it says nothing, or no more than that its weight is not 0, or that it is not masked: neither overrides the
+    masking strategy.
+    """
     if turn.get("masked") not in (None, 0, 1):  # also False and True
         raise DataError(f"a turn has masked {turn['masked']!r}: only true and false work")
     stated = None
@@ -379,7 +383,7 @@ def _parts_by_detail(message: Message, detail: Any, field: str) -> list[dict[str
             part["train"] = False
         parts.append(part)
         start = end
-    return parts or message.content
+    return parts or message.content  # an empty text has no parts
 
 
 def read_weight(value: Any, owner: str, name: str = "weight") -> float:
@@ -463,7 +467,7 @@ def as_messages(messages: Sequence[MessageLike]) -> list[Message]:
         message = as_message(turn)
         is_converted = message is not turn  # a message states ipython and eot itself
         if is_converted and message.role in _TOOL_ROLES:
-            message.eot = False
+            message.eot = False  # the assistant goes on with its turn
             # The assistant's turn before a tool's answer is its call.
             if previous is not None and previous.role == "assistant":
                 previous.ipython = True
@@ -489,6 +493,7 @@ def parse_content_part(part: Any) -> dict[str, Any]:
             item = {"type": "text", "content": part["text"]}
         if not isinstance(item["content"], str):
             raise DataError(f"a part of a turn of type 'text' holds {type(item['content']).__name__}, not a text")
+        # Of all fields about training, the item keeps one at most: train: false.
         is_trained = True
         for field in (*_TRAINING_FIELDS, *_WEIGHT_FIELDS):
             if part.get(field) not in (None, 0, 1):  # also False and True
@@ -498,7 +503,7 @@ def parse_content_part(part: Any) -> dict[str, Any]:
         if not is_trained:
             item["train"] = False
         return item
-    if kind in _MEDIA and "content" in part:
+    if kind in _MEDIA and "content" in part:  # in the form of Message already
         return part
     if kind == "image_url":
         image = part.get("image_url")
@@ -510,10 +515,11 @@ def parse_content_part(part: Any) -> dict[str, Any]:
             if name in part:
                 return {"type": "image", "content": part[name]}
         if "base64" in part:
+            # A URL, because bare base64 would be taken for a path; the image's format is read from its bytes.
             return {"type": "image", "content": f"data:image;base64,{part['base64']}"}
         raise DataError("a part of a turn of type 'image' must have an 'image', a 'path' or a 'url'")
     if kind == "video" and "video" in part:
-        return {"type": "video", "content": part["video"], "fps": part.get("fps")}
+        return {"type": "video", "content": part["video"], "fps": part.get("fps")}  # as_video refuses a missing fps
     raise _unknown_part(kind)
 
 
@@ -554,7 +560,8 @@ def mask_messages(
     """Set ``masked`` on every message (or mapping), in place.
 
     ``train_on_assistant`` trains on all assistant turns, ``train_on_last`` on the last assistant turn, and
-    ``train_on_all`` also on user and tool turns, except user turns with media. System turns are always masked.
+    ``train_on_all`` also on user and tool turns, except user turns with media, because the tokens of an image are no
+    text to predict. System turns are always masked.
     A turn whose row says that it is not trained on (``weight: 0``, ``loss_scale: 0``, ``train: false``,
     ``loss: false``, ``masked: true``) is always masked; a turn can only be taken out of what the strategy trains on,
     not added to it.
@@ -604,7 +611,7 @@ def mask_messages(
 
 
 def validate_messages(messages: Sequence[MessageLike]) -> None:
-    """Check the order of the turns of a conversation.
+    """Check the order of the turns of a conversation; datasets with ``allow_any_order`` do not call it.
 
     Raises:
         DataError: there are fewer than two turns, an assistant turn follows neither a user nor a tool turn, two user
@@ -629,6 +636,7 @@ def validate_messages(messages: Sequence[MessageLike]) -> None:
             raise DataError(
                 f"turn {i} of the assistant follows {last_role or 'nothing'} instead of a user or tool turn ({switch})"
             )
+        # A mistake of the data in any order: no setting is recommended.
         if message.role in ("tool", "ipython") and last_role not in ("tool", "ipython") and not calls_tool:
             raise DataError(f"turn {i} is a tool's answer, but the turn before it calls no tool")
         last_role = message.role

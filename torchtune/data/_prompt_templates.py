@@ -117,9 +117,10 @@ def get_prompt_template(
     if isinstance(prompt_template, str):
         from torchtune.config import locate
 
-        return locate(prompt_template)()
+        return locate(prompt_template)()  # a class, or a function that builds the template
     if isinstance(prompt_template, Mapping):
         for role, tags in prompt_template.items():
+            # A text of two characters has two elements that are texts, too.
             if isinstance(tags, str) or len(tags) != 2 or not all(isinstance(tag, str) for tag in tags):
                 raise DataError(f"prompt_template: '{role}' needs two texts, before and after the turn, not {tags!r}.")
         return PromptTemplate(prompt_template)
@@ -183,6 +184,7 @@ class PairTemplate:
         control_tokens = getattr(tokenizer, "special_tokens", {})
         pieces = [text]
         if control_tokens:  # split the template before its placeholders are filled: the values have none
+            # The longest first, because a control token may begin with another one.
             longest_first = sorted(control_tokens, key=len, reverse=True)
             any_control_token = "|".join(map(re.escape, longest_first))
             pieces = re.split(f"({any_control_token})", text)
@@ -191,7 +193,7 @@ class PairTemplate:
             is_start = index == 0 and not is_end
             if piece in control_tokens:
                 tokens.append(control_tokens[piece])
-            elif piece or is_start:
+            elif piece or is_start:  # before a control token the first piece is empty, but has the BOS token
                 filled = _PLACEHOLDER.sub(lambda match: values[match[0]], piece)
                 tokens += encode(text=filled, add_bos=is_start, add_eos=False)
         if self.add_eos:

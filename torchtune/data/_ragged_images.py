@@ -95,7 +95,7 @@ class ImageCache:
             if checksum == str(_checksum(stored)):
                 features = stored
         except (OSError, SafetensorError, KeyError, TypeError):
-            pass  # missing or damaged: computed and written anew
+            pass  # missing, damaged or without a checksum: computed and written anew
         return CachedImage(path, grids, features, self._least_free)
 
 
@@ -115,7 +115,7 @@ def _content(image: Any) -> Iterator[bytes]:
         yield Path(image).expanduser().read_bytes()
     else:
         pixels = open_image(image)
-        yield repr(pixels.size).encode()
+        yield repr(pixels.size).encode()  # tells images apart whose pixels are the same in another shape
         yield pixels.tobytes()
 
 
@@ -300,7 +300,7 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     image_tokens: list[Tensor] = []
     features: list[Tensor] = []
     starts = accumulate(lengths, initial=0)
-    for images, start in zip(documents, starts, strict=False):
+    for images, start in zip(documents, starts, strict=False):  # the last of the starts is the end of the batch
         if images is None:
             continue
         key = id(images.pixels)
@@ -313,7 +313,7 @@ def join_images(documents: Sequence[Images | None], lengths: Sequence[int]) -> I
     if not distinct:
         return None
     encoded = list(distinct.values())
-    colors = encoded[0].colors
+    colors = encoded[0].colors  # those of the model, as is whether there are positions
     positions = None
     if encoded[0].positions is not None:
         positions = torch.cat(list(map(_positions, documents, lengths)), dim=2)  # [3, 1, s]
@@ -402,7 +402,7 @@ def grid_positions(
         else:
             blocks = np.split(times, frames)
         for block_times in blocks:
-            start = index + int(np.argmax(is_image[index:]))
+            start = index + int(np.argmax(is_image[index:]))  # the next image token: the check above counts them
             num_text = start - index
             positions[:, index:start] = np.arange(position, position + num_text)
             position += num_text

@@ -380,7 +380,7 @@ class AlpacaToMessages(Transform):
         instruction = text_column(sample, self.column_map["instruction"])
         name = self.column_map.get("input", "input")
         if name != "input":
-            column(sample, name)  # raises: a name that was chosen is the name of a column
+            column(sample, name)  # raises if it is missing: only the default column may be
         input_text = ""
         if sample.get(name) is not None:
             input_text = text_column(sample, name)
@@ -406,7 +406,7 @@ def _earlier_turns(history: Any) -> list[Message]:
         if not history.strip():
             return []
         history = parse_json_text(history, "the turns in column 'history'")
-        if history is None:
+        if history is None:  # the JSON text null
             return []
     if not isinstance(history, list | tuple):
         raise DataError(f"column 'history' holds {type(history).__name__}, not a list of [question, answer]")

@@ -80,7 +80,7 @@ def _read_call(call: Any) -> dict[str, Any]:
         call = parse_json_text(call, "a tool call")
     if not isinstance(call, Mapping):
         raise DataError(f"a tool call must be a mapping with 'function', not {type(call).__name__}")
-    call = {name: value for name, value in call.items() if value is not None}
+    call = {name: value for name, value in call.items() if value is not None}  # tables store missing fields as nulls
     function = call.get("function")
     if function is None and "name" in call:
         # Only the function: the type and the id are fields of the call around it.
@@ -152,11 +152,11 @@ def parse_json_text(text: str, name: str) -> Any:
     """Parse JSON text of a column or a field; raise :class:`DataError` that begins with its ``name``."""
     try:
         value = json.loads(text)
-        check_surrogates(value)
+        check_surrogates(value)  # JSON can escape half of a character, which no tokenizer can encode
         return value
     except json.JSONDecodeError as error:
         verb = "are"
-        if name.startswith("a "):
+        if name.startswith("a "):  # "a tool call is", but "the arguments are"
             verb = "is"
         excerpt = text
         if len(text) > 60:

@@ -54,7 +54,16 @@ from ._retrieval import RerankingDataset as RerankingDataset
 from ._retrieval import embedding_dataset as embedding_dataset
 from ._retrieval import reranking_dataset as reranking_dataset
 from ._row_cache import cache_path
-from ._row_formats import RowFormat, chat_format, column_map, format_of, readings_of
+from ._row_formats import (
+    INSTRUCTIONS,
+    PROMPTS_WITH_ANSWERS,
+    RAW_TEXT,
+    RowFormat,
+    chat_format,
+    column_map,
+    format_of,
+    readings_of,
+)
 from ._row_images import content_of, size_of
 from ._row_source import RowSource as RowSource
 from ._row_source import Source as Source

@@ -214,6 +214,13 @@ class ClassificationTransform:
         return truncate(tokens, self.limit)
 
     def _label(self, row: Mapping[str, Any]) -> LabelValue:
+        """Return the label of a row as plain data, for the notes of the store, which are JSON.
+
+        An empty list is the label of a row to which no class applies.
+
+        Raises:
+            DataError: the label is missing, not finite, or a list with a fraction.
+        """
         value = _column(row, "label_column", self._label_column)
         if isinstance(value, np.ndarray | tuple):
             value = list(value)
@@ -303,6 +310,7 @@ class ClassificationDataset(TokenizedDataset):
                 "label_column": label_column,
                 "add_eos": add_eos,
                 "limit": transform.limit,
+                # Without labels and problem_type: they change only the targets, which are not stored.
             },
             formats=(LABELED_TEXTS, *CONVERSATION_FORMATS.values()),
         )
@@ -310,7 +318,7 @@ class ClassificationDataset(TokenizedDataset):
         super().__init__(row_source, rows, limit=transform.limit)
         self.has_own_names = labels is not None
         self.task = self._make_task(labels, problem_type)
-        try:
+        try:  # the dataset's own table, until the recipe sets that of the model and the loss
             targets = sorted(set(self._row_targets(self.task)))
             self.set_targets(self.task, targets)
         except DataError as error:
@@ -328,7 +336,7 @@ class ClassificationDataset(TokenizedDataset):
                 raise DataError(f"{self.source}: labels names classes, but a regression has none: leave it out.")
             return ClassificationTask(REGRESSION)
         if labels is None:
-            names = tuple(self.counts)
+            names = tuple(self.counts)  # sorted, so that the outputs do not depend on the order of the rows
         else:
             names = tuple(class_name(label) for label in labels)
         duplicates = [name for name, count in Counter(names).items() if count > 1]

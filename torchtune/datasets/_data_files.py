@@ -169,7 +169,11 @@ def _folder_of_loader(loader: str, data_dir: str) -> str:
 
 
 def _plain(data_files: Any) -> Any:
-    """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded."""
+    """Convert ``data_files`` to the builtin types that the datasets package expects, with ``~`` expanded.
+
+    Raises:
+        DataError: it is of another type, such as a number.
+    """
     if isinstance(data_files, str | Path):
         name = str(data_files)
         if is_remote_name(name):
@@ -177,6 +181,11 @@ def _plain(data_files: Any) -> Any:
         return os.path.expanduser(name)
     if isinstance(data_files, Mapping):
         return {str(split): _plain(files) for split, files in data_files.items()}
+    if not isinstance(data_files, Iterable):
+        raise DataError(
+            f"data_files holds {data_files!r}, which is no path: give the path of a file, a list of paths, or the "
+            "paths of each split."
+        )
     return [_plain(name) for name in data_files]
 
 

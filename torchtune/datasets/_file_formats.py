@@ -175,7 +175,8 @@ def parse_json(content: bytes) -> Any:
         position = f"column {error.colno}"
         if error.lineno > 1:  # the text is a whole file
             position = f"line {error.lineno}, {position}"
-        raise UserError(f"no JSON, {error.msg} at {position}") from error
+        fault = error.msg.removesuffix(" at")  # "Invalid control character at"
+        raise UserError(f"no JSON, {fault} at {position}") from error
     except RecursionError as error:
         raise UserError("it is nested too deeply") from error
     except ValueError as error:  # an integer with more digits than Python parses

@@ -149,20 +149,23 @@ _ANSWER_SETTINGS = (
 )
 
 
-def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str | None:
+def _problem(row: Any, row_format: RowFormat, user_settings: Mapping[str, Any]) -> str | None:
     """Return why a conversation cannot be trained on, if a check without tokenizer finds a reason.
 
     Args:
         row: the row.
         row_format: its format.
-        chosen: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
+        user_settings: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
+
+    Returns:
+        None if there is no reason, or the builder does not read conversations.
     """
     builder = row_format.builder
     settings = dict(row_format.settings)
-    # As the builder makes the transform of this row.
+    # As the builder makes the transform of this row; alpaca_dataset has no new_system_prompt.
     options = {}
-    if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
-        options["new_system_prompt"] = chosen["new_system_prompt"]
+    if user_settings.get("new_system_prompt") is not None and builder != "alpaca_dataset":
+        options["new_system_prompt"] = user_settings["new_system_prompt"]
     columns = {}
     for name, column in settings.items():
         if name.startswith("column_map."):
@@ -178,7 +181,8 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
         sample = transform(column_map=columns or None, **options)(row)
         # Of a pair, the chosen answer stands for both: the transform has compared their prompts.
         messages = sample.get("messages", sample.get("chosen"))
-        if builder != "preference_dataset" and not chosen.get("allow_any_order"):
+        # Preference datasets take turns in any order.
+        if builder != "preference_dataset" and not user_settings.get("allow_any_order"):
             validate_messages(messages)
     except DataError as error:
         return str(error)
@@ -215,7 +219,9 @@ def _count_characters(value: Any) -> int:
 
 
 def numbered_rows(path: Path, settings: Mapping[str, Any], split: str = "train") -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of a file or folder as a run reads it; lines of text files are undecoded.
+    """Yield (number, row) of a file or folder as a run reads it, counted from 1.
+
+    Lines of text files are undecoded, so that the caller can report a broken line and go on.
 
     Args:
         path: path of a data file, possibly compressed, or of a folder.
@@ -353,6 +359,7 @@ def _read_rows(
         except DataError as error:
             facts.problems.append((number, str(error)))
             continue
+        # All rows are compared; what takes longer is done for a sample.
         key = _hash_of(columns, row_format)
         first = facts.hashes.setdefault(key, number)
         if first != number:
@@ -368,10 +375,10 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
         facts: facts about all rows.
         rows: (number, row) of the inspected rows.
     """
-    if len(facts.formats) < 2:
+    if len(facts.formats) < 2:  # no row differs from the others
         return
     main_format = facts.main_format
-    if main_format == UNKNOWN:
+    if main_format == UNKNOWN:  # there is no format by which to judge the other rows
         return
     formats: Counter[RowFormat] = Counter()
     firsts: dict[RowFormat, int] = {}
@@ -383,6 +390,7 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
             continue
         row_format = format_of(columns)
         reason = None
+        # A row that the same builder reads, such as a chat in another style, is no bad one.
         if row_format.builder != main_format.builder:
             reason = _reason_for_bad_row(columns, row_format, main_format, facts.examples[main_format])
         if reason is None:
@@ -392,7 +400,8 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
             bad_rows[number] = reason
     facts.formats = formats
     facts.firsts = firsts
-    facts.defects = []
+    facts.defects = []  # their rows are problems from here on
+    # A bad row may have a problem of the format that its columns suggest, which its reason replaces.
     problems = [(number, reason) for number, reason in facts.problems if number not in bad_rows]
     facts.problems = sorted([*problems, *bad_rows.items()])
 
@@ -459,7 +468,7 @@ def _hash_of(row: Mapping[str, Any], row_format: RowFormat) -> int:
 def _inspect(
     facts: FileFacts, number: int, row: Mapping[str, Any], row_format: RowFormat, chosen: Mapping[str, Any]
 ) -> None:
-    """Add the facts about a row."""
+    """Add the facts about a row; ``chosen`` are settings of the dataset, see :func:`scan`."""
     facts.read += 1
     facts.formats[row_format] += 1
     facts.firsts.setdefault(row_format, number)
@@ -485,11 +494,12 @@ def histogram(values: list[int], unit: str) -> str:
     # Bins end at the 98th percentile, so that a few long rows do not make them wide.
     percentile = min(len(ordered) - 1, int(0.98 * len(ordered)))
     top = ordered[percentile]
-    # The width is 1, 2 or 5 times a power of ten: the first with which ten bins reach the top.
+    # The width is 1, 2 or 5 times a power of ten: the first with which ten bins reach the top. Factors from 10 on are
+    # those of the next power.
     num_digits = len(str(max(top // 10, 1)))
     magnitude = 10 ** (num_digits - 1)
     width = next(factor * magnitude for factor in (1, 2, 5, 10, 20) if factor * magnitude * 10 > top)
-    last = top // width + 1  # the open bin
+    last = top // width + 1  # the open bin, which has the values above the bin of the percentile
     counts = Counter(min(value // width, last) for value in values)
     most = max(counts.values())
     median = ordered[len(ordered) // 2]
@@ -508,6 +518,7 @@ def report(facts: FileFacts) -> list[str]:
     """Return the report of a file as lines."""
     size = Path(facts.path).stat().st_size
     inspected = "all"
+    # Rows that cannot be decoded are problems and are never inspected.
     if facts.read < facts.rows - len(facts.problems):
         inspected = f"the first {facts.read:,}; --all looks into every row"
     lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {inspected})"]
@@ -527,6 +538,7 @@ def report(facts: FileFacts) -> list[str]:
     elif len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
     is_unknown = UNKNOWN in facts.formats
+    # Columns that are the same in all rows of a known format say nothing new.
     if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
@@ -541,6 +553,7 @@ def report(facts: FileFacts) -> list[str]:
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
         )
+    # A chat whose rows also have a label could be meant for a classifier: chat_dataset ignores the label.
     chat_formats = [row_format for row_format in facts.formats if row_format.builder == "chat_dataset"]
     if chat_formats and facts.example is not None and is_class_label(facts.example.get("label")):
         column = dict(chat_formats[0].settings)["conversation_column"]

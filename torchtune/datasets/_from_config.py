@@ -129,6 +129,7 @@ class CheckedDataset(WrappedDataset):
         """Raise if the first examples have no labels, or every label is the token at its own position.
 
         The search ends at the first label that is another token than that at its position, mostly in the first example.
+        A whole example may be masked, and a label may equal its token by chance, so that several are searched.
         """
         tokens: list[torch.Tensor] = []
         labels: list[torch.Tensor] = []
@@ -293,13 +294,14 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     if getattr(tokenizer, "gives_patches", False):
         collate_images = collate_documents
     takes_images = getattr(tokenizer, "takes_images", False)
+    # Only the collate functions of this library that drop images are known; any other one may take them.
     if takes_images and collate != collate_images and collate in (collate_documents, padded_collate_sft):
         raise DataError(
             f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
             f"collate_fn=torchtune.data.{collate_images.__name__}."
         )
     signature = inspect.signature(collate)
-    if _is_own(collate) and signature.return_annotation is Batch:
+    if _is_own(collate) and signature.return_annotation is Batch:  # nothing to check or convert
         return collate
     settings = {}
     if "padding_idx" in signature.parameters:
@@ -307,7 +309,7 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
 
     def collated(examples: list[Any]) -> Batch:
         batch = Batch.from_dict(collate(examples, **settings))
-        if batch.labels is None:
+        if batch.labels is None:  # from_dict accepts batches of prompts, which have none
             raise DataError(f"collate_fn: the batch has no 'labels', it has {', '.join(batch)}.")
         return batch
 

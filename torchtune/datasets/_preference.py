@@ -56,7 +56,7 @@ def prepare_answers(
     allow_empty_answers: bool,
     weight_column: str | None,
 ) -> PreparedRows:
-    """Return the token rows of one or two answers to a prompt.
+    """Return the token rows of one or two answers to a prompt; their notes are facts about images.
 
     Args:
         dataset: class of the dataset.
@@ -222,7 +222,7 @@ class PreferenceDataset(AnswersDataset):
             chosen = item["chosen_encoder_input"]["images"]
             rejected = item["rejected_encoder_input"]["images"]
             if torch.equal(chosen.pixels, rejected.pixels):
-                # The same tensor, so that the vision tower runs once for both answers.
+                # The same object: a batch has each tensor once, so that the vision tower runs once for both answers.
                 item["rejected_encoder_input"]["images"] = replace(rejected, pixels=chosen.pixels)
         return item
 
@@ -253,6 +253,7 @@ def tokenize_pair(
         )
     if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:  # there is nothing to prefer
         problem = "both answers are the same"
+        # Truncation may have cut off what differs.
         if limit is not None and len(samples["chosen"]["tokens"]) >= limit:
             problem += f" within max_seq_len={limit}"
         raise DataError(problem)

@@ -171,6 +171,7 @@ class EmbeddingDataset(TokenizedDataset):
         )
 
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
+        # No token is predicted: labels only mark the ends of texts.
         rows = prepare_rows(
             row_source,
             RowTokenizer(transform.sample, needs_labels=False),
@@ -179,7 +180,7 @@ class EmbeddingDataset(TokenizedDataset):
                 "tokenizer": tokenizer,
                 "columns": transform.column_map,
                 "instructions": [query_instruction, document_instruction],
-                "end": transform.end,
+                "end": transform.end,  # instead of add_eos, whose default depends on the tokenizer's files
                 "limit": transform.limit,
             },
             formats=(RETRIEVAL,),
@@ -413,10 +414,11 @@ class RerankingDataset(TokenizedDataset):
                 "template": template,
                 "add_eos": add_eos,
                 "limit": transform.limit,
+                # Without listwise, which only groups the stored pairs.
             },
             formats=(RERANKING, RETRIEVAL),
         )
-        self._labels = np.array([label for label, _ in rows.notes])
+        self._labels = np.array([label for label, _ in rows.notes])  # the notes are (label, query)
         self._examples = [[pair] for pair in range(len(rows.notes))]  # pairs of each example
         if listwise:
             # The candidates of a query are those of its row, or all rows with one document and the same query.
@@ -431,7 +433,10 @@ class RerankingDataset(TokenizedDataset):
         self._check_labels()
 
     def _check_labels(self) -> None:
-        """Raise :class:`DataError` for labels from which nothing can be learned."""
+        """Raise :class:`DataError` for labels from which nothing can be learned.
+
+        The loss of a pair needs different labels in the dataset, that of a list different labels within each query.
+        """
         if not self.listwise:
             if len(set(self._labels.tolist())) == 1:
                 raise DataError(

@@ -56,7 +56,7 @@ class SFTTransform(Transform):
 
     Args:
         message_transform: row -> ``messages``; ``None`` if the rows have them.
-        model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer.
+        model_transform: ``messages`` -> ``tokens`` and ``mask``, usually a tokenizer; None if the rows have both.
         allow_any_order: leave the order of the turns to the chat template, instead of :func:`validate_messages`.
         allow_empty_answers: train on turns of the assistant that say nothing.
         weight_column: column with the weight of a row, a factor of the weights of its turns; None for no such column.
@@ -162,7 +162,7 @@ class SFTTransform(Transform):
 
     def _labeled(self, sample: Mapping[str, Any], form: Form) -> dict[str, Any]:
         """Return the outputs of the model transform for a sample, with labels in the place of its mask."""
-        if form == "text":
+        if form == "text":  # a check of the row: images stay closed, and only the text is tokenized
             options = tool_options(self.model_transform, sample.get("tools"))
             tokens, mask = self.model_transform.tokenize_messages(sample["messages"], **options)
             return {"tokens": tokens, "labels": shifted_labels(tokens, mask)}

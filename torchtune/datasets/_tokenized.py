@@ -384,7 +384,7 @@ class TokenizedDataset(ExampleDataset):
         self._skip_setting = skip_setting
         self._are_prompts = are_prompts
         self._are_divided = are_divided
-        if rows is None:  # rows are transformed when they are read: the subclass finds out their numbers
+        if rows is None:  # the subclass sets the numbers of its rows
             return
         self.stores = {name: rows.store(name) for name in names}
         self._numbers = rows.numbers

@@ -149,14 +149,17 @@ class _RunCheck:
         for name, (node, _) in other_models(cfg).items():
             if node:
                 self._sources[name] = self._attempt(config.instantiate, node)
+        # hasattr is False for None, and for a checkpointer of the user's own that lacks the method.
         if hasattr(self._checkpointer, "add_source"):
             for name, source in self._sources.items():
                 if source is not None:
                     self._attempt(self._checkpointer.add_source, name, source)
+        # A reference model with a setting of its own is among the sources; others have the trained model's layers.
         needs_reference = "ref_checkpointer" in cfg.declared and "reference" not in self._sources
         if needs_reference and self._has("loss") and hasattr(self._checkpointer, "add_source"):
             self._attempt(self._add_reference)
-        resume = cfg.resume_from_checkpoint or is_restart()
+        resume = cfg.resume_from_checkpoint or is_restart()  # torchrun's restarts resume without the setting
+        # Only recipes that train write checkpoints of the checkpointer into the folder.
         if self._has("output_dir", "optimizer") and hasattr(self._checkpointer, "check_output_dir"):
             self._attempt(self._checkpointer.check_output_dir, resume=resume)
         if self._thorough and resume and hasattr(self._checkpointer, "check_resume"):
@@ -170,6 +173,7 @@ class _RunCheck:
     def check_models(self) -> None:
         """Check on the meta device how models are distributed, and whether the checkpoints have their weights."""
         cfg = self._cfg
+        # After a problem with the mesh, the models are checked as on one device.
         self._dims = self._attempt(arrange, cfg, self._processes) or ParallelDims()
         if self._has("model"):
             self._model = self._attempt(_build_model, cfg)
@@ -280,6 +284,7 @@ def _check_trained(cfg: SettingsView, model: torch.nn.Module, checkpointer: Any)
     Custom recipes may save other parameters, so they are checked only if they have ``save_adapter_weights_only``.
     """
     saves_adapters = "save_adapter_weights_only" in cfg.declared
+    # The name in the config may be a former one, which promises what is trained. The file that runs has a current name.
     shipped_recipe = shipped_recipe_of(cfg.source)
     if "weights" in promises(cfg.recipe) and has_adapters(model):
         raise UserError(
@@ -314,6 +319,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     # With a lower precision, recipes with the setting optimizer_precision step fp32 copies of the parameters unless
     # told otherwise.
     steps_copies = weight_dtype(cfg) != "fp32" and cfg.optimizer_precision not in (None, "param_dtype")
+    # CPUOffloadOptimizer hooks into the backward pass itself, and steps its own copies of the parameters on the host.
     if offloads and (cfg.optimizer_in_bwd or steps_copies):
         raise UserError(
             f"optimizer: {path} updates copies of the parameters: set optimizer_precision=param_dtype and "
@@ -336,7 +342,7 @@ def _check_optimizer(cfg: SettingsView, device: torch.device | None, model: torc
     matrix = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = config.instantiate(cfg.optimizer, [matrix])
     if isinstance(optimizer, GroupedOptimizer) and model is not None:
-        optimizer.check(trained, model)
+        optimizer.check(trained, model)  # its patterns must match names of the model, which the matrix lacks
 
 
 def _check_logger(node: Any) -> None:
@@ -414,12 +420,13 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "ac_option", "needs ac_mode=selective"
     if cfg.enable_activation_offloading and not (cfg.enable_activation_checkpointing or cfg.ac_mode):
         yield "enable_activation_offloading", "needs enable_activation_checkpointing=True, or ac_mode"
+    # Without a setting, the device is known when the run starts.
     if cfg.enable_activation_offloading and cfg.device is not None and not cfg.device.startswith("cuda"):
         yield "enable_activation_offloading", f"needs device=cuda, not {cfg.device}"
     try:
         parse_device(cfg.device)
     except UserError as error:
-        yield "device", str(error).removeprefix("device: ").rstrip(".")
+        yield "device", str(error).removeprefix("device: ").rstrip(".")  # the name and the full stop are added later
     if cfg.fake_quant_after_n_steps is not None and cfg.quantizer is None:
         yield "fake_quant_after_n_steps", "needs a quantizer, which defines the simulated format"
     if cfg.run_val_every_n_steps is not None and cfg.dataset_val is None:
@@ -430,6 +437,7 @@ def check_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "scores", "need context_parallel_dim=1, because parts of a sequence cannot generate"
     if cfg.keep_best is not None:
         yield from _check_kept_score(cfg.keep_best, cfg.scores or ())
+    # A copied recipe may measure a metric of its own, without the settings of validation.
     has_own_metric = cfg.keep_best is not None and BestValidation.is_own_metric(cfg.keep_best)
     for name in ("keep_best", "early_stopping_patience"):
         if getattr(cfg, name) is not None and cfg.run_val_every_n_steps is None and not has_own_metric:
@@ -457,14 +465,15 @@ def _check_kept_score(keep_best: str, scores: Sequence[str]) -> Iterator[tuple[s
         if name == "retrieval":
             measured += [f"val_{metric_name}" for metric_name in RETRIEVAL_SCORES]
         else:
-            measured.append(f"val_{name.rpartition('.')[2]}")
+            measured.append(f"val_{name.rpartition('.')[2]}")  # a function of the user's own is named by its path
     if metric in measured:
-        if metric == keep_best:
+        if metric == keep_best:  # without "max:", the lowest value is the best
             yield "keep_best", f"would keep the lowest score: set max:{metric}, because more is better"
     elif metric.removeprefix("val_") in NAMED_SCORES:
         name = metric.removeprefix("val_")
         yield "keep_best", f"names {metric}, which is measured if scores has '{name}': set scores=[{name}]"
     elif metric not in _OTHER_METRICS:
+        # Only a likely typing error is a problem here: a recipe may validate with other metrics.
         suggestion = did_you_mean(metric, measured)
         if suggestion:
             yield "keep_best", f"validation has no {metric}{suggestion}"

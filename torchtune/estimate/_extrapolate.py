@@ -118,7 +118,7 @@ def estimate_run(
             models[key], _, _ = build_on_meta(view)
         length, is_assumed = row_length(cfg, models["model"], length)
         if whole:
-            choices: list[tuple[float, Kept]] = [(1.0, {})]
+            choices: list[tuple[float, Kept]] = [(1.0, {})]  # without a choice, a simulation keeps all layers
         else:
             ends = 1
             if processes > 1:  # FSDP prefetches a layer
@@ -126,7 +126,8 @@ def estimate_run(
             first = 0
             if cfg.enable_activation_offloading:
                 # That many tensors wait for their copies to the host, so that the activations of these layers may all
-                # be on the device: a layer that is recomputed saves a single tensor.
+                # be on the device: a layer that is recomputed saves a single tensor. Two layers more are kept, so that
+                # memory no longer grows with the layers where some are omitted.
                 first = OffloadActivations.MAX_FWD_STASH_SIZE + 2
             choices = choose_layers(models, _group(cfg), ends=ends, first=first)
         runs = []
@@ -220,7 +221,8 @@ def choose_layers(
         # Both simulations keep the remainder, the second also the quotient.
         return sum(2 * (count % factor) + count // factor for count in counts)
 
-    # The factor with the fewest simulated groups. One above all counts leaves the difference empty.
+    # The factor with the fewest simulated groups. With a factor above all counts, both simulations keep all layers: a
+    # single simulation is cheaper then, see below.
     factor = min(range(1, max(counts, default=0) + 2), key=count_simulated)
 
     def keep(times: int) -> Kept:
@@ -239,6 +241,7 @@ def choose_layers(
     num_simulated = sum(len(layers) for layers in (*fewer_layers.values(), *more_layers.values()))
     if num_simulated >= sum(_depth(model) for model in models.values()):
         return [(1, {})]  # one simulation of all layers costs less than the two
+    # The sum is fewer + factor * (more - fewer): the factor times the quotient, and the remainder, are all groups.
     return [(1 - factor, fewer_layers), (factor, more_layers)]
 
 
@@ -254,7 +257,7 @@ def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[Lay
     linearly with their number.
     """
     layers = list(stack.layers)
-    full_layers = getattr(stack, "full_layers", ())
+    full_layers = getattr(stack, "full_layers", ())  # layers of a vision tower that attend without a window
     groups: list[LayerGroup] = []
     for start in range(0, len(layers), group):
         groups.append(tuple(range(start, min(start + group, len(layers)))))
@@ -270,7 +273,7 @@ def _split(stack: nn.Module, group: int, ends: int, first: int) -> tuple[set[Lay
     read_later = set(getattr(stack, "kv_sources", {}).values())
     read_later.update(getattr(stack, "deep_layers", ()))
     always_kept.update(indices for indices in groups if not read_later.isdisjoint(indices))
-    if ends > 1:
+    if ends > 1:  # FSDP prefetches a layer, so that a moment also holds its neighbor's weights
         always_kept |= _unequal_neighbors(layers, groups, always_kept, ends)
 
     repeated = []

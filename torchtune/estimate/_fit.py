@@ -71,11 +71,12 @@ def _levers(cfg: SettingsView, processes: int, *, with_last_resorts: bool, has_e
         "gradient_accumulation_steps": _micro_batches(cfg),
         "enable_activation_checkpointing": _recomputing(cfg),
         "enable_activation_offloading": _switch("enable_activation_offloading", 1.25),
+        # Clipping needs all gradients at once, which steps in the backward pass do not keep.
         "optimizer_in_bwd": _switch("optimizer_in_bwd", 1.02, "clip_grad_norm=null"),
         "optimizer": _optimizers(cfg),
         "model": _base_weights(cfg),
     }
-    if (cfg.max_seq_len or 0) > TILE:
+    if (cfg.max_seq_len or 0) > TILE:  # shorter rows fit in one tile
         levers["model_converters"] = _tiles_of_feed_forward(cfg)
     if processes > 1:
         levers["data_parallel_replicate_dim"] = _replicas(cfg)
@@ -87,7 +88,7 @@ def _levers(cfg: SettingsView, processes: int, *, with_last_resorts: bool, has_e
         levers["tensor_parallel_dim"] = _parallel_sizes(cfg, processes, "tensor_parallel_dim", 1.2, shard)
         levers["context_parallel_dim"] = _parallel_sizes(cfg, processes, "context_parallel_dim", 1.15, shard)
         levers["fsdp_cpu_offload"] = _switch("fsdp_cpu_offload", 3.0)
-    # A recipe may lack a setting.
+    # A recipe may lack a setting: its lever is left out.
     return [_relative_to_settings(cfg, options) for key, options in levers.items() if cfg.can_set(key)]
 
 
@@ -226,6 +227,7 @@ def candidates(
         key = tuple(dict.fromkeys(overrides))
         has_last_resort = any(override.startswith(LAST_RESORTS) for override in key)
         if has_last_resort is with_last_resorts:
+            # The levers' slowdowns are taken as independent. Combinations with equal overrides are one candidate.
             slowdown = math.prod(factor for _, factor in combination)
             slowdowns[key] = min(slowdown, slowdowns.get(key, math.inf))
     # Of equally fast combinations, the one with fewer overrides comes first.
@@ -271,7 +273,7 @@ class Search:
 
     def fitting(self, *, with_last_resorts: bool) -> list[Candidate]:
         """Return the simulated candidates that fit, fastest first; for ``with_last_resorts`` see :func:`candidates`."""
-        initial = self._simulate(())
+        initial = self._simulate(())  # no overrides: the settings as they are; None if the run rejects them
         singles = {}
         if initial is not None:  # otherwise there is nothing to compare them with
             singles = self._simulate_single_changes(with_last_resorts=with_last_resorts)
@@ -289,11 +291,11 @@ class Search:
             fastest = min((candidate.seconds for candidate in self._list_fitting()), default=math.inf)
             if simulations == MAX_SIMULATIONS:
                 break
-            # Combinations are in order of time: all later ones are slower, too.
+            # Combinations are in order of time: all later ones are slower, too, even if the estimate errs by CLOSE.
             if initial is not None and initial.seconds * slowdown > fastest * CLOSE:
                 break
             if self._is_promising(overrides, singles, predicted):
-                if overrides not in self.simulated:
+                if overrides not in self.simulated:  # single changes are, and cost nothing here
                     simulations += 1
                 self._simulate(overrides)
         return sorted(self._list_fitting(), key=lambda candidate: candidate.seconds)
@@ -363,9 +365,9 @@ class Search:
         peak = _predict_peak(initial, [singles[single_change] for single_change in single_changes])
         for fewer_overrides, peak_with_fewer in predicted:
             if fewer_overrides < override_set and peak_with_fewer <= peak * MIN_SAVING:
-                return False  # a part of the overrides needs as little memory
+                return False  # a part of the overrides needs about as little memory, and is faster
         predicted.append((override_set, peak))
-        return peak <= self.limit * MARGIN
+        return peak <= self.limit * MARGIN  # the prediction may be too high by this factor
 
 
 def _predict_peak(initial: Candidate, singles: Sequence[Candidate]) -> float:
@@ -407,7 +409,7 @@ def find_fastest(
     estimates: dict[tuple[str, ...], Estimate] = {}
 
     def check(overrides: tuple[str, ...]) -> None:
-        arrange(SettingsView.of(load(overrides)), processes)
+        arrange(SettingsView.of(load(overrides)), processes)  # raises if the mesh does not fit
 
     def measure(overrides: tuple[str, ...]) -> Candidate:
         estimate = run(load(overrides))
@@ -417,12 +419,14 @@ def find_fastest(
             components = peak.components
             for component in COMPONENTS:
                 memory[phase, component] = components[component]
+        # Per million tokens, because overrides may change the tokens of a step.
         seconds = step_time(estimate.work.values(), device).total / estimate.tokens * 1e6
         return Candidate(overrides, estimate.peak, seconds, memory)
 
     model, _, _ = build_on_meta(settings)
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     search = Search(settings, processes, limit, check, measure, report, has_experts)
+    # Levers of LAST_RESORTS, such as tensor parallelism, are tried only if nothing fits without them.
     for with_last_resorts in (False, True):
         fitting = search.fitting(with_last_resorts=with_last_resorts)
         if fitting:

@@ -233,7 +233,10 @@ class Ledger:
         return highest
 
     def _timeline(self) -> Iterator[tuple[int, Moment, int]]:
-        """Yield (time, moment, bytes on the device) after every event, and at the start of every moment."""
+        """Yield (time, moment, bytes on the device) after every event, and at the start of every moment.
+
+        A moment without an event has the memory with which it starts.
+        """
         changes = [0] * (self.time + 1)
         for block in self.blocks:
             if not block.on_host:

@@ -167,6 +167,7 @@ class Observer(TorchDispatchMode):
         is_real = not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors)
         # Small real tensors, such as counts and lengths, keep their values: outside of the fake mode.
         is_small = sum(tensor.numel() for tensor in tensors) < _MAX_REAL
+        # Positions of arange are real as well; other operators without inputs, such as zeros, make fake tensors.
         if is_real and (packet is _aten.arange or (tensors and is_small)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -181,13 +182,14 @@ class Observer(TorchDispatchMode):
         if func is _aten.nonzero.default:
             return torch.empty(first.numel(), first.dim(), dtype=torch.int64, device=first.device)
         if func is _aten.equal.default:
-            return False
+            return False  # two tensors of data differ
         if func is _aten.all.default:
             with unset_fake_temporarily():
                 return torch.tensor(True)  # real, so that its value can be read
         if func is _aten.index.Tensor:
             index = args[1][0]
-            if index is not None and index.dtype == torch.bool:  # a mask, which selects every row here
+            # A mask selects every row: the shape of the output must not depend on values.
+            if index is not None and index.dtype == torch.bool:
                 return first.new_empty(index.numel(), *first.shape[index.dim() :])
         return func(*args, **kwargs)
 
@@ -222,7 +224,7 @@ class Observer(TorchDispatchMode):
         # "c10d::_allgather_base_" and "_c10d_functional::all_gather_into_tensor" are both an all-gather.
         name = func._schema.name.split("::")[1].replace("_", "")
         kind = next((text for key, text in _COLLECTIVES.items() if key in name), None)
-        if kind is None or not inputs:
+        if kind is None or not inputs:  # barriers and waits, which send nothing
             return
         size = max(_num_bytes(tensor) for tensor in inputs)
         ranks = _ranks_of(func, (*args, *kwargs.values()))
@@ -261,13 +263,14 @@ class Observer(TorchDispatchMode):
 
     def _where(self) -> str:
         """Return the module being called, and the line of the library or of the recipe."""
-        line = "torch"
-        frame = sys._getframe(2)  # not this method and its caller
+        line = "torch"  # if all frames are those of torch and of this observer
+        frame = sys._getframe(2)  # not this method and its caller, record_memory
         while frame is not None:
             file = frame.f_code.co_filename
-            is_ours = file.startswith(_HERE)
-            is_torch = f"{_TORCH}/" in file
-            if not is_ours and not is_torch and not file.startswith("<"):
+            is_observer = file.startswith(_HERE)
+            is_torch = file.startswith(f"{_TORCH}/")
+            # Generated code has names such as "<string>".
+            if not is_observer and not is_torch and not file.startswith("<"):
                 # The library's files with their folder, a recipe by its name.
                 _, library, path = file.rpartition(f"/{_LIBRARY}/")
                 name = f"{_LIBRARY}/{path}" if library else file.rpartition("/")[2]
@@ -298,9 +301,11 @@ class Observer(TorchDispatchMode):
             return resize
 
         self.patch(torch.UntypedStorage, "resize_", recording)
+        # The methods of shape propagation, in several versions of torch; see `_quietly`.
         for name in ("propagate_tensor_meta", "_propagate_tensor_meta", "_propagate_tensor_meta_non_cached"):
             self.patch(shape_propagation(), name, self._quietly)
         if self.fake:
+            # Routing counts are fake, so that experts are taken as balanced.
             from torchtune.modules.moe import frozen_experts
             from torchtune.modules.parallel import expert_parallel
 
@@ -366,6 +371,7 @@ class Observer(TorchDispatchMode):
         def inside(method: Callable[..., Any]) -> Callable[..., Any]:
             def run(group: Any, *args: Any, **kwargs: Any) -> Any:
                 if method.__name__ == "post_backward":
+                    # Before the reduce-scatter, the gradients are unsharded; the method frees them.
                     for parameter in group.fsdp_params:
                         self.ledger.mark(getattr(parameter, "unsharded_accumulated_grad", None), "gradients")
                         unsharded = getattr(parameter, "_unsharded_param", None)
@@ -377,11 +383,11 @@ class Observer(TorchDispatchMode):
                 finally:
                     self.in_fsdp -= 1
                     self.path.pop()
-                    if method.__name__ in ("post_backward", "finalize_backward"):
+                    if method.__name__ in ("post_backward", "finalize_backward"):  # sharded gradients are there now
                         for parameter in group.fsdp_params:
                             self.ledger.mark(parameter.sharded_param.grad, "gradients", on_host=self.offload)
 
-            run.__name__ = method.__name__
+            run.__name__ = method.__name__  # compared above if another observer wraps this function
             return run
 
         for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
@@ -418,14 +424,18 @@ class Observer(TorchDispatchMode):
                     break
 
     def record_model(self, model: torch.nn.Module, name: str) -> None:
-        """Record a model after its weights are loaded."""
+        """Record a model after its weights are loaded.
+
+        A simulation builds few of the layers; ``kept_layers`` of a stack has their numbers in the whole model.
+        """
         for path, module in model.named_modules():
             self._names[id(module)] = _any_layer(path or name)
         for kind, stack in stacks(model).items():
             kept_layers = getattr(stack, "kept_layers", range(len(stack.layers)))
+            # A moment is the forward or backward pass of a layer. Its peak depends on the sizes of the layers beside it
+            # as well, so that they are in its name: peaks are extrapolated between moments of the same name.
             sizes = [None, *(magnitude(layer) for layer in stack.layers), None]  # none before the first, after the last
             for position, (layer, index) in enumerate(zip(stack.layers, kept_layers, strict=True)):
-                # A moment is extrapolated only between layers whose neighbors have the same sizes.
                 sizes_beside = (sizes[position], sizes[position + 2])
                 self._layers[id(layer)] = f"{name} {kind} {index} {sizes_beside}"
         for parameter in model.parameters():

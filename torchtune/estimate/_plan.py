@@ -240,7 +240,7 @@ def plan_run(settings: Any, processes: int = 1, length: int | None = None) -> st
     device = parse_device(settings.device)
     if not has_fast_matmul(dtype, device):
         lines.append(emulation_warning(weight_dtype(settings), device))
-    if settings.optimizer is None:
+    if settings.optimizer is None:  # a recipe that does not train: its memory is that of the weights
         lines.append(f"memory      {weights_memory(settings)}")
         return "\n".join(lines)
     batch_size = StepPlan.of(settings).batch_size
@@ -434,7 +434,9 @@ def _measure_source(node: Any, tokenizer: Any, sample: int, longest: int | None)
     with preview(sample) as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
     scale = 1.0
-    if seen.read:  # a source of more rows than the sample is estimated from the rows that were read
+    # A source of more rows than the sample is estimated from the rows that were read. A dataset of the user's own may
+    # not count them: it has read all its rows.
+    if seen.read:
         scale = seen.total / seen.read
     tokens = dataset.num_known_tokens
     if tokens is not None:
@@ -482,10 +484,10 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
     run.
     """
     num_outputs = cfg.model.get("num_classes")
-    if num_outputs is None:
+    if num_outputs is None:  # the builder reads classes from the checkpoint, if it has any
         return
     folder = local_path(str(cfg.checkpointer.get("checkpoint_dir")), "checkpointer.checkpoint_dir")
-    if is_classifier(folder) or not (folder / "config.json").is_file():
+    if is_classifier(folder) or not (folder / "config.json").is_file():  # without the file, it may be a classifier
         return
     datasets_val = []
     try:
@@ -496,4 +498,5 @@ def _check_labels(cfg: SettingsView, tokenizer: Any, sample: int, longest: int |
     except NotRead:
         return
     if seen.read == seen.total:
+        # Called for its errors; the run calls it again.
         find_task(datasets, datasets_val, config.instantiate(cfg.loss), num_outputs=num_outputs)

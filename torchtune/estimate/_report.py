@@ -81,7 +81,7 @@ def _filled(estimate: Estimate, device: Accelerator) -> Rows:
     """Return the highest peak, whether it fits, and the largest blocks: of the first moment that does not fit."""
     capacity = device.memory * GIB
     phase, highest = max(estimate.peaks.items(), key=lambda item: item[1].total)
-    exceeding = None  # the run would end here, before its highest peak
+    exceeding = None  # the first moment that does not fit: the run would end here, before its highest peak
     for (moment_phase, _), peak in estimate.moments.items():
         if peak.total > capacity:
             exceeding = (moment_phase, peak)

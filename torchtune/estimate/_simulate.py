@@ -88,7 +88,7 @@ def simulate(
     if observer is None:
         observer = Observer()
     observer.accumulates = micro_batches == 1 and micro_batches_per_step > 1
-    observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1
+    observer.offload = bool(cfg.fsdp_cpu_offload) and processes > 1  # one process has no FSDP
     if length is None:
         length, _ = row_length(cfg)
     accumulated = min(micro_batches_per_step, micro_batches or micro_batches_per_step)
@@ -106,6 +106,7 @@ def simulate(
         stack.enter_context(simulated())
         stack.enter_context(_set_variable(_image_description, None))
         stack.enter_context(one_thread())
+        # The recipe's own output would look like that of a run.
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         if observer.fake:
@@ -115,7 +116,7 @@ def simulate(
 
         def begin() -> None:
             """Let tensors be fake and count operators, from the first model on."""
-            if not observer.entered:
+            if not observer.entered:  # called for every model
                 if observer.fake:
                     modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
                 modes.enter_context(observer)
@@ -129,6 +130,7 @@ def simulate(
                 name += f" {num_loads}"
             observer.record_model(model, name)
 
+        # The recipe builds the stand-ins from its settings, so that they read these values from context variables.
         stack.enter_context(_set_variable(_meta_models, models or {}))
         stack.enter_context(_set_variable(_before_load, begin))
         stack.enter_context(_set_variable(_on_load, record_loaded))
@@ -138,7 +140,7 @@ def simulate(
             f"{main.__module__}: the recipe never calls checkpointer.load_model(model), which the simulation needs: "
             "load the model with it."
         )
-    observer.multiply(micro_batches_per_step / accumulated)
+    observer.multiply(micro_batches_per_step / accumulated)  # 1 if all micro-batches were run
     return observer
 
 
@@ -174,7 +176,10 @@ def _shallow_models(kept: Kept) -> dict[str, Any]:
 
 
 def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: int, changes: Mapping[str, Any]) -> Any:
-    """Return the settings with ``changes``, and with stand-ins for files."""
+    """Return the settings with ``changes``, with stand-ins for files, and without what does not belong to a step.
+
+    Validation, logging, profiling, watchdog, compilation and resuming are switched off.
+    """
     data = {"_component_": f"{__name__}.StandInDataset", "rows": rows, "length": length, "kind": simulated_kind(cfg)}
     changes = {
         **changes,
@@ -189,7 +194,7 @@ def _replaced(settings: Any, cfg: SettingsView, folder: str, rows: int, length: 
         "scores": [],
         "profiler": None,
         "resume_from_checkpoint": False,
-        "device": "cpu",
+        "device": "cpu",  # fake tensors need no accelerator
         "compile": False,
         "epochs": 1,
         "hang_timeout_minutes": None,
@@ -242,7 +247,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         yield
         return
     local = min(processes, per_machine)
-    environment = {
+    environment = {  # as torchrun sets it; nothing connects to the address
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(processes),
@@ -263,7 +268,7 @@ def simulated_cluster(processes: int, per_machine: int) -> Iterator[None]:
         "broadcast_object_list": _do_nothing,
         "barrier": _do_nothing,
         "monitored_barrier": _do_nothing,
-        "destroy_process_group": _do_nothing,
+        "destroy_process_group": _do_nothing,  # called by the recipe; the group ends with the block
     }
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
@@ -313,14 +318,14 @@ def shallow(setting: str, layers: Mapping[str, Sequence[int]]) -> nn.Module:
         for name, stack in stacks(model).items():
             stack.layers = all_layers[name]
     for name, stack in stacks(copied).items():
-        stack.kept_layers = tuple(layers[name])
+        stack.kept_layers = tuple(layers[name])  # read by Observer.record_model
         # Indices of layers in the model -> in the copy.
         new_index = {index: position for position, index in enumerate(layers[name])}
         kv_sources = getattr(stack, "kv_sources", None)
         if kv_sources:
             kept_sources = {}
             for reader, source in kv_sources.items():  # of layers that read the keys and values of another one
-                if reader in new_index:
+                if reader in new_index:  # its source is kept as well: choose_layers keeps all sources
                     kept_sources[new_index[reader]] = new_index[source]
             stack.kv_sources = kept_sources
         if isinstance(stack, VisionTower):
@@ -439,13 +444,13 @@ class StandInDataset(ExampleDataset):
                 if "tokens" in name:
                     row[name.replace("tokens", "encoder_input")] = image
         if self._kind == "answers":
-            row["is_chosen"] = index % 2 == 0
+            row["is_chosen"] = index % 2 == 0  # the loss compares good answers with bad ones
         if self._kind == "retrieval":
             row |= {"negatives": [], "labels": [0]}
         document = [0] * self._length
         if self._kind == "documents":
             row |= {"documents": [document], "targets": [1.0], "labels": [0]}
-        if self._kind == "candidates":  # two are the fewest
+        if self._kind == "candidates":  # two documents are the fewest that can be ranked
             row |= {"documents": [document, document], "targets": [1.0, 0.0], "labels": [0]}
         return row
 

@@ -158,16 +158,18 @@ def compare_layers(
         for name in group.tune:
             external_names[name] = group.external
     errors: dict[str, float] = {}
-    for number, name in enumerate(sorted(weights.base), 1):
+    for number, name in enumerate(sorted(weights.base), 1):  # adapters count with the base weight that they change
         if on_weight is not None:
             on_weight(number, len(weights.base))
         first_output = _probe_output(first, name)  # [parts, n]
         difference = (first_output - _probe_output(second, name)).norm(dim=-1)
-        # Equal outputs have no error, also where both are 0.
+        # Equal outputs have no error, also where both are 0. A difference that is NaN stays NaN, and then infinite.
         relative = torch.where(difference > 0, difference / first_output.norm(dim=-1), difference)
         part_errors = relative.nan_to_num(torch.inf).tolist()
         names = external_names.get(name, (name,))
-        if len(names) != len(part_errors):  # the parts are not weights of their own in the other layout
+        # The other layout may divide weights in another way, such as one weight for all experts of a layer: the largest
+        # error then stands under the first name.
+        if len(names) != len(part_errors):
             names = names[:1] * len(part_errors)
         for external_name, error in zip(names, part_errors, strict=True):
             errors[external_name] = max(error, errors.get(external_name, 0.0))
@@ -175,7 +177,10 @@ def compare_layers(
 
 
 def _probe_output(model: nn.Module, name: str) -> Tensor:
-    """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``."""
+    """Return the output of a layer for a random input, or a parameter: float32 ``[parts, n]``.
+
+    Outputs are equal for a layer with an adapter and one with merged weights. Each expert is a part; others have one.
+    """
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     parameter = model.get_parameter(name)

@@ -93,12 +93,12 @@ def read_eval_rows(
     if not path.is_file():
         raise EvaluationError(f"there is no file {path}: correct the path.")
     file_rows: Iterable[tuple[int, Any]] = ()
-    if path.stat().st_size:
+    if path.stat().st_size:  # an empty file has no rows, as the error below says
         file_rows = read_rows(path)
     rows: list[EvalRow] = []
     for line, row in file_rows:
         location = f"{path}, line {line}"
-        if not isinstance(row, Mapping):
+        if not isinstance(row, Mapping):  # a text, or a list of turns
             row = {"prompt": row}
         try:
             conversation, reference, columns = _split_answer(row, prompt, answer)
@@ -218,6 +218,7 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
     """Return the conversation of a row, in the column ``prompt`` or as the format of the row says."""
     row_format = format_of(row)
     images = images_of_columns(row)
+    # The transform writes instruction and input in Alpaca's template, as in training; it takes no images.
     if prompt is None and row_format.kind == "Alpaca" and not images:
         return Conversation(**AlpacaToMessages()(row))
     settings = dict(row_format.settings)
@@ -240,5 +241,5 @@ def _read_conversation(row: Mapping[str, Any], prompt: str | None) -> Conversati
     if is_sharegpt:
         image_column = "images" if row.get("images") else "image"
         transform = ShareGPTToMessages(column_map={"conversations": prompt, "image": image_column})
-        return Conversation(**transform({"image": None, **row}))
+        return Conversation(**transform({"image": None, **row}))  # the transform needs the column, a row may lack it
     return read_conversation(row, with_images(value, images), columns=(prompt,))

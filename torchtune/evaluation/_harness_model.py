@@ -135,17 +135,17 @@ class HarnessModel(_harness.TemplateLM):
         self.decoder = text_decoder(model)
         self.torchtune_tokenizer = tokenizer
         self.no_images_reason = explain_no_images(model, tokenizer)
-        self.MULTIMODAL = self.no_images_reason is None
+        self.MULTIMODAL = self.no_images_reason is None  # read by lm-eval
         self.batch_size = batch_size
         self.max_gen_toks = max_gen_toks
         self._use_cache = enable_kv_cache
         self.max_length = max_length or model.max_seq_len
         self._device = model.tok_embeddings.weight.device
-        self._multiple = sequence_multiple(self.decoder)
+        self._multiple = sequence_multiple(self.decoder)  # sequence parallelism splits positions evenly over ranks
         # Without a beginning-of-sequence token, texts begin after the end of another one, as in pretraining.
         bos = getattr(tokenizer, "bos_id", None)
         self._prefix = tokenizer.eos_id if bos is None else bos
-        self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)
+        self._prefix_text = self.tok_decode([self._prefix], skip_special_tokens=False)  # compared in tok_encode
 
     @property
     def eot_token_id(self) -> int:
@@ -221,7 +221,7 @@ class HarnessModel(_harness.TemplateLM):
         # Longest first: a batch that does not fit in memory fails at once. Requests with equal inputs, whose
         # continuations differ in their last token only, are one sequence.
         order = sorted(requests_by_inputs, key=lambda inputs: -len(inputs))
-        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)  # each is replaced below
         self.decoder.eval()
         with _progress(len(requests), "Log-likelihoods", disable_tqdm) as bar:
             for start in range(0, len(order), self.batch_size):
@@ -235,6 +235,7 @@ class HarnessModel(_harness.TemplateLM):
                 for inputs in batch_inputs:
                     end += len(inputs)
                     targets = {index: requests[index][2] for index in requests_by_inputs[inputs]}
+                    # Hidden states of the last inputs predict the continuations, which end at the same position.
                     longest = max(map(len, targets.values()))
                     target_hidden = hidden[end - longest : end]  # [n, d]
                     for index, values in self._score_targets(target_hidden, targets).items():
@@ -242,7 +243,7 @@ class HarnessModel(_harness.TemplateLM):
                             raise EvaluationError(_NAN_MESSAGE)
                         results[index] = values
                         key = requests[index][0]
-                        if key is not None:
+                        if key is not None:  # None: a window of a text; the cache gets the sum of its windows
                             self.cache_hook.add_partial("loglikelihood", key, values)
                     bar.update(len(targets))
         return results
@@ -305,7 +306,7 @@ class HarnessModel(_harness.TemplateLM):
             for index, tokens in targets.items():
                 first = len(hidden) - len(tokens)  # index of the continuation's first token in the hidden states
                 positions = range(max(first - start, 0), len(logits))  # of its tokens in the chunk
-                if not positions:
+                if not positions:  # the continuation begins in a later chunk
                     continue
                 chunk_tokens = [tokens[start + position - first] for position in positions]
                 log_likelihoods[index] += float(log_probs[list(positions), chunk_tokens].sum())
@@ -317,7 +318,7 @@ class HarnessModel(_harness.TemplateLM):
         """Return log-likelihoods of whole texts, computed in windows of ``max_length``."""
         if any(len(request.args) > 1 for request in requests):
             raise EvaluationError("tasks: the perplexity of a text with images is not measured: leave the task out.")
-        windows: list[_Tokens] = []
+        windows: list[_Tokens] = []  # disjoint: every token of a text is scored once
         counts = []  # windows of each text
         for request in requests:
             text_windows = list(
@@ -375,12 +376,13 @@ class HarnessModel(_harness.TemplateLM):
                 "room for the prompt."
             )
         max_prompt_tokens = self.max_length - max_new_tokens
-        stop_texts = [text for text in until if text and text != eos]
+        stop_texts = [text for text in until if text and text != eos]  # eos is among the stop tokens
         # Only the last tokens are decoded in each step; a stop text may begin within a token before its own.
         tail = _TOKENS_BEFORE_STOP
         if stop_texts:
             tail += max(len(self.tok_encode(text, add_special_tokens=False)) for text in stop_texts)
         sampling = {name: settings.get(name) for name in ("top_k", "top_p", "min_p")}
+        # Greedy by default; lm-eval also sets 0 for do_sample=False.
         sampling["temperature"] = float(settings.get("temperature") or 0.0)
         sampling["stop_tokens"] = [int(token) for token in self.torchtune_tokenizer.stop_tokens]
         sampling["use_cache"] = self._use_cache
@@ -391,7 +393,7 @@ class HarnessModel(_harness.TemplateLM):
             ending = self.tok_decode(tokens[-tail:])
             return any(text in ending for text in stop_texts)
 
-        if len(arguments[0]) > 2:
+        if len(arguments[0]) > 2:  # generate_until groups questions with images apart
             answers = self._generate_image_answers(
                 arguments, max_prompt_tokens, max_new_tokens, has_stop_text, sampling
             )
@@ -420,6 +422,7 @@ class HarnessModel(_harness.TemplateLM):
         ended: list[int] = []  # in the latest step
 
         def is_over(sequence: int, token: int) -> bool:
+            # Called with each token before its step is yielded: answers are complete when they are yielded below.
             index = order[sequence]
             answers[index].append(token)
             if token in stop or len(answers[index]) == max_new_tokens or has_stop_text(answers[index]):

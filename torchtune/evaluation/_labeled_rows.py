@@ -68,7 +68,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
     tokens = 0
     rows = 0
     with evaluating(model):
-        for (batch,) in tqdm(loader, desc="Perplexity", unit="batch", disable=None):
+        for (batch,) in tqdm(loader, desc="Perplexity", unit="batch", disable=None):  # a step of one micro-batch
             longest = int(batch.input_pos.max()) + 1
             if longest > model.max_seq_len:
                 raise EvaluationError(
@@ -76,7 +76,7 @@ def perplexity(model: TransformerDecoder, dataset: Any, *, batch_size: int = 4) 
                     f"model's context is {model.max_seq_len:,}: split it."
                 )
             rows += batch_size
-            if batch.num_labels == 0:
+            if batch.num_labels == 0:  # on all ranks, which have the same rows: none waits in a collective
                 continue
             # Sequence parallelism splits the positions evenly over the ranks.
             batch = batch.pad_to_multiple(multiple).to(device)
@@ -141,7 +141,7 @@ def evaluate_classifier(model: TransformerDecoder, dataset: Any, *, batch_size: 
         )
     loss_fn = ClassificationLoss()
     try:
-        number_targets(task, datasets, loss_fn)
+        number_targets(task, datasets, loss_fn)  # gives rows and loss the numbers of the targets
     except DataError as error:
         raise EvaluationError(str(error)) from error
     loader = BatchLoader(dataset, batch_size=batch_size, collate_fn=collate_documents, shuffle=False, seed=0)

@@ -62,12 +62,12 @@ def embed(
     if not texts:
         raise EvaluationError("embed: there is no text.")
     limit = getattr(tokenizer, "max_seq_len", None) or model.max_seq_len
-    encode = getattr(tokenizer, "encode_text", tokenizer.encode)
+    encode = getattr(tokenizer, "encode_text", tokenizer.encode)  # special tokens in a text are plain text
     end = end_of_text(tokenizer, add_eos)
     documents = []
     for number, text in enumerate(texts):
         tokens = list(encode(text=instruction + text, add_bos=True, add_eos=False))
-        tokens = [*tokens[: limit - len(end)], *end]
+        tokens = [*tokens[: limit - len(end)], *end]  # a truncated text ends as in training, too
         if not tokens:
             raise EvaluationError(f"embed: text {number} has no tokens: leave it out.")
         documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
@@ -81,6 +81,7 @@ def embed(
             hidden = model(**batch.model_inputs(), output="hidden")  # [1, t, d]
             embeddings = pooled_embeddings(hidden, batch, pooling)  # [n, d]
             vectors.append(embeddings[:, :dimensions].float().cpu())
+    # After the other dimensions are cut off: the remaining ones are a vector of length 1.
     return F.normalize(torch.cat(vectors), dim=-1)
 
 
@@ -270,7 +271,7 @@ def retrieval_scores(
         >>> torchtune.evaluation.retrieval_scores(similarities, [[1]], recall_at=[1])["mrr@10"]
         0.5
     """
-    num_ranked = min(max(10, *recall_at), similarities.shape[1])
+    num_ranked = min(max(10, *recall_at), similarities.shape[1])  # no score reads a lower rank
     ranking = similarities.topk(num_ranked, dim=1).indices.cpu()  # [n, num_ranked]
     is_relevant = torch.zeros_like(ranking, dtype=torch.bool)
     for query, indices in enumerate(relevant):
@@ -280,7 +281,7 @@ def retrieval_scores(
     top = is_relevant[:, :10].double()  # [n, 10]
     ranks = torch.arange(1, top.shape[1] + 1, dtype=torch.float64)
     discounts = 1 / torch.log2(ranks + 1)
-    # The best ranking has all relevant texts first.
+    # The best ranking has all relevant texts first, of which the first ten count.
     ideal = torch.stack([discounts[:count].sum() for count in num_relevant.tolist()])  # [n]
     scores = {
         "ndcg@10": float(((top * discounts).sum(1) / ideal).mean()),

@@ -78,7 +78,7 @@ def make_scores(names: Sequence[str]) -> list[Reward]:
 def _make_score(text: str) -> Reward:
     """Build the score of a name with an optional pattern, or of a dotted path; see :func:`make_scores`."""
     name, colon, pattern = text.partition(":")
-    if name in _SCORES:
+    if name in _SCORES:  # before paths: a pattern may contain dots
         if colon and name not in _TAKE_PATTERN:
             raise EvaluationError(f"score '{text}': {name} takes no pattern: write {name} alone.")
         if name == "regex" and not pattern:
@@ -240,8 +240,9 @@ def evaluate_answers(
     """
     digest = model_digest(model, tokenizer)
     truncation = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    # Greedy answers do not depend on the seed.
     sampling: list[Any] = [max_new_tokens, temperature, seed if temperature else None]
-    # Only if given, so that answers of earlier calls are continued.
+    # Only if given: without them, the file has the name that earlier releases gave it, and is continued.
     for name, value in truncation.items():
         if value is not None:
             sampling.append({name: value})
@@ -267,7 +268,7 @@ def evaluate_answers(
         tokenizer,
         rows,
         Path(folder) / f"{Path(source).stem}.{file_label}.{settings_digest}.jsonl",
-        {},
+        {},  # no further settings: the name of the file has the digest of all
         source=source,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

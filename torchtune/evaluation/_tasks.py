@@ -65,6 +65,7 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         folders.append(str(include_path))
     manager = manager_of(include_path=folders, include_defaults=False)
     missing = [name for name in names if name not in manager.all_tasks]
+    # This library's own tasks are all loaded: a missing name with their prefix is mistyped, and lm-eval lacks it, too.
     if missing and not any(name.startswith("tune_") for name in missing):
         manager = manager_of(include_path=folders)  # reads thousands of files, which takes seconds
         missing = [name for name in names if name not in manager.all_tasks]
@@ -81,7 +82,7 @@ def _manager_class() -> Any:
     class Manager(base):  # type: ignore[misc, valid-type]
         """Task manager that raises readable errors and does not wait for an unreachable hub."""
 
-        # Reason why the model cannot answer questions with images; None: it can.
+        # Reason why the model cannot answer questions with images, set by evaluate_tasks; None: it can.
         no_images_reason: str | None = None
 
         def load(self, task_list: Any) -> Any:
@@ -155,9 +156,10 @@ def evaluate_tasks(
     # Ranks that share a model ask it for the same answers, so that none may know some of them already.
     if folder is not None and not is_sharded(model):
         digest = model_digest(model, tokenizer)[:12]
+        # The cache knows only the requests, but answers also depend on the model and on how it truncates.
         cache = str(Path(folder) / f"answers_{digest}_{harness.max_length}")
     logger = logging.getLogger("lm_eval.api.task")
-    logger.addFilter(_should_log)
+    logger.addFilter(_should_log)  # drops a notice about tasks with local data
     try:
         evaluation = lm_eval.simple_evaluate(
             harness,
@@ -171,7 +173,7 @@ def evaluate_tasks(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
             use_cache=cache,
-            bootstrap_iters=1000,
+            bootstrap_iters=1000,  # for standard errors; lm-eval's default of 100,000 takes long
         )
     finally:
         logger.removeFilter(_should_log)
@@ -208,6 +210,7 @@ def _format_table(results: Mapping[str, Mapping[str, Any]], counts: Mapping[str,
     for task, values in results.items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
+            # Not metrics: the number of rows, which has its own column, standard errors, and texts such as the alias.
             if metric == "sample_len" or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             number = f"{value:.4g}"

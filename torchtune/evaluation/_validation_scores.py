@@ -114,7 +114,7 @@ class ValidationScores:
         self._max_new_tokens = max_new_tokens
         self._scores: list[Reward] = []
         self._corpus: RetrievalData | None = None
-        if not names or loader_val is None or is_simulated():
+        if not names or loader_val is None or is_simulated():  # a simulation has no rows, and generates nothing
             return
         self._scores = check_score_names(names)
         self._corpus = _read_corpus(names)
@@ -175,6 +175,7 @@ class ValidationScores:
 
             with undisturbed_random_state():
                 corpus_scores = observe_together(self._retrieval_guard, retrieve, self._dims)
+            # None if the retrieval failed on a rank; its guard has warned.
             corpus_scores = broadcast_object(corpus_scores) or dict.fromkeys(RETRIEVAL_SCORES, math.nan)
             for name, score in corpus_scores.items():
                 metrics[f"val_{name}"] = score
@@ -182,7 +183,7 @@ class ValidationScores:
             return metrics
         means = None
         with undisturbed_random_state():
-            texts = observe_together(self._answers_guard, self._generate, self._dims)
+            texts = observe_together(self._answers_guard, self._generate, self._dims)  # None if it failed on a rank
             if texts is not None and self._dims.is_main:
                 means = [self._mean(score, texts) for score in self._scores]
         # One opinion for all ranks, because they decide together about the best checkpoint and the end of the run.
@@ -210,7 +211,7 @@ class ValidationScores:
         with closing(ended):
             for row, text, _, _ in ended:
                 texts[row.line] = scored_text(row, text, self._tool_format)
-                sign_of_life()
+                sign_of_life()  # the watchdog sees no steps meanwhile
         return [texts[row.line] for row in self._rows]
 
     def _mean(self, score: Reward, texts: list[str]) -> float:

@@ -264,17 +264,18 @@ def answer_prompts(
     if is_sharded(model):
         ranks = Ranks(GenerationError)
     answers = AnswerFile(output, prompts, settings, ranks=ranks)
-    if seed is None:
+    if seed is None:  # after the digest, which has None: a continued run draws another seed
         seed = torch.seed()
         if ranks is not None:
             seed = ranks.broadcast(seed)
 
     waiting = [prompt for prompt in prompts if prompt.line not in answers.done]
     device = model.tok_embeddings.weight.device
-    is_hidden = None  # shown on a terminal alone
+    is_hidden = None  # None: tqdm shows the bar on a terminal alone
     if ranks is not None and ranks.rank > 0:
         is_hidden = True
     bar = tqdm(total=len(prompts), initial=len(answers.done), unit="prompt", disable=is_hidden)
+    # Weights are packed once for all groups, instead of once for each call of stream_answers.
     with closing(answers), bar, fast_linears(model, pack=bool(waiting)):
         for group in _groups(waiting, max_sequences):
             draws = None
@@ -297,7 +298,7 @@ def answer_prompts(
                 draws=draws,
                 max_sequences=max_sequences,
             )
-            with closing(ended):
+            with closing(ended):  # an error of on_answer must restore the model, too
                 for prompt, text, end, num_tokens in ended:
                     answers.add(prompt, text, end, num_tokens)
                     bar.update()
@@ -349,10 +350,10 @@ def stream_answers(
             answer_tokens = tokens
             if tokens[-1] in stop:
                 end = "stop"
-                answer_tokens = tokens[:-1]
+                answer_tokens = tokens[:-1]  # the stop token is no text
             elif len(tokens) == max_new_tokens:
                 end = "max_new_tokens"
-            else:
+            else:  # the limit of this prompt is lower, because the context is full
                 end = "context"
             options = {}
             if prompt.expects_call:  # the marks of a call are special tokens in some formats

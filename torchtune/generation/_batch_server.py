@@ -150,14 +150,18 @@ def follow_batches(models: Mapping[str, TransformerDecoder], ranks: Ranks, *, ma
 
 
 def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ranks, size: int) -> None:
-    """Run a batch with the tokens that rank 0 samples; the logits of this rank are not read."""
+    """Run a batch with the tokens that rank 0 samples; the logits of this rank are not read.
+
+    The forward passes of this rank take part in the collectives of rank 0's. Every broadcast here answers one of
+    :class:`BatchServer`, in the same order: the tokens of a step, then the jobs that join.
+    """
     device = model.tok_embeddings.weight.device
     ended_indices: frozenset[int] = frozenset()  # in the running step
 
     def draw(logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
         nonlocal ended_indices
         step = ranks.broadcast(None)
-        if step.failure is not None:
+        if step.failure is not None:  # rank 0 ends the batch, and this rank must end it as well
             raise GenerationError(step.failure)
         ended_indices = step.ended_indices
         tokens = torch.tensor(step.tokens, device=device)[:, None]  # [m, 1]
@@ -175,7 +179,7 @@ def _follow_batch(model: TransformerDecoder, requests: list[Request], ranks: Ran
         more=lambda batch: ranks.broadcast(None),
     )
     with closing(steps):
-        for _ in steps:
+        for _ in steps:  # runs the steps
             pass
 
 
@@ -284,7 +288,7 @@ class BatchServer:
         """Answer jobs of the model that the first waiting job asks for, until another model is next or none waits."""
         batch = _JobBatch(self._waiting[0].model)
         requests = self._admit_jobs(batch)
-        if not requests:  # all of them have left
+        if not requests:  # the clients of all of them have left: there is no batch for the other ranks to run
             return
         try:
             self._tell_ranks((batch.model_name, requests))
@@ -321,7 +325,7 @@ class BatchServer:
 
         def admit_newcomers(_: Batch) -> list[Request]:
             newcomers = self._admit_jobs(batch)
-            self._tell_ranks(newcomers)
+            self._tell_ranks(newcomers)  # an empty list as well: they wait for it after every step
             return newcomers
 
         steps = decode(
@@ -344,7 +348,7 @@ class BatchServer:
                     job.results.put(Drawn(token, log_prob, batch.most_likely.get(index, [])))
                     batch.counts[index] += 1
                     if index in batch.ended_indices or batch.counts[index] == job.limit:
-                        batch.forget(index)
+                        batch.forget(index)  # frees a place for _admit_jobs
                         self._end(job)
 
     def _draw(self, batch: _JobBatch, logits: Tensor, rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -354,7 +358,7 @@ class BatchServer:
         log_probs = []
         for row, row_logits in zip(rows, logits.split(1), strict=True):
             job = batch.jobs[row.index]
-            uniform = torch.rand(1, generator=job.rng).to(logits.device)
+            uniform = torch.rand(1, generator=job.rng).to(logits.device)  # the generator is on the host
             token, probabilities = draw_tokens(row_logits, job.sampling, uniform)  # [1, 1], [1, v]
             tokens.append(token)
             log_probs.append(probabilities[0, token[0, 0]].log())
@@ -368,6 +372,7 @@ class BatchServer:
         try:
             check_finite(step_log_probs, self._models[batch.model_name])
         except GenerationError as error:
+            # The other ranks wait for this step: they end the batch, too, and can run the next one.
             self._tell_ranks(_Step([], frozenset(), str(error)))
             batch.is_failure_known = True
             raise

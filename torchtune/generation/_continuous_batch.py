@@ -110,7 +110,7 @@ class ModelRanks:
                 "Generation does not support parts of sequences: set context_parallel_dim to 1, and for a model with "
                 "linear attention, Mamba or convolutions tensor_parallel_dim."
             )
-        reshard(model)
+        reshard(model)  # all-gathered parameters are plain tensors, without a mesh
         meshes = [parameter.device_mesh for parameter in model.parameters() if hasattr(parameter, "device_mesh")]
         if meshes:
             # Parameters may live on submeshes, for example those of experts; the largest mesh has every dimension.
@@ -352,7 +352,7 @@ class Batch:
             self._leave(set(self._ended))
             self._ended = {}
         newcomers = self._newcomers()
-        if newcomers:
+        if newcomers:  # a pass for them alone: the running rows go on in the next one
             return self._prefill(newcomers)
         if not self._rows:
             # This rank is finished and others are not: run one token for the collectives.
@@ -488,7 +488,7 @@ class Batch:
         """Run the model on new prompts, which join behind the running rows; returns as :meth:`forward`."""
         count = len(self._rows)
         longest = max(len(request.tokens) for request in newcomers)
-        if count == 0:
+        if count == 0:  # no row needs the columns so far
             self._end = 0
         room = max(request.limit for request in newcomers)
         for row in self._rows:
@@ -498,7 +498,7 @@ class Batch:
         rows = []
         for index, request in enumerate(newcomers, count):
             start = stop - len(request.tokens)
-            self._tokens[index, stop - longest : start] = 0
+            self._tokens[index, stop - longest : start] = 0  # padding must be valid token ids
             self._tokens[index, start:stop] = to_device(request.tokens, self._device)
             rows.append(Row(request.index, start, 0, request.limit, request.images, request.offset))
         self._set_rows(self._rows + rows)
@@ -543,6 +543,7 @@ class Batch:
         starts = self._starts[num_earlier:, None]  # [m, 1]
         input_pos = columns - starts + self._offsets[num_earlier:, None]  # [m, new]
         saves_nothing = new * len(newcomers) >= sum(lengths)
+        # A row with fewer tokens than columns to run would have padding; rotary angles that change make keys invalid.
         if saves_nothing or min(lengths) < new or self._model.invalidates_caches(input_pos):
             return None
         # This path runs text alone: an image whose tokens are among the new columns needs its encoder.
@@ -779,6 +780,7 @@ def decode(
     """
     check_generates(model)
     ranks = ModelRanks(model)
+    # Converting the weights to oneDNN's layout and back takes as long as 5 to 10 steps.
     pack = use_cache and max(request.limit for request in requests) >= _WORTH_PACKING
     with ranks, evaluating(model), fast_linears(model, pack=pack), _without_caches(model):
         # Only on request, because no GPU has run it. Capturing a graph takes as long as a few steps.
@@ -788,13 +790,14 @@ def decode(
         while True:
             passes = tokens_per_check
             if tokens_per_check > 1:
+                # At its limit a sequence ends for certain, and makes room for others. All ranks run as many passes.
                 passes_without_check = batch.passes_without_check()
                 if passes_without_check is not None:  # None: this rank runs as many passes as the others
                     passes = min(passes, passes_without_check)
                 passes = ranks.lowest(passes)
             for _ in range(passes):
                 logits, rows = batch.forward()
-                if rows:
+                if rows:  # none if the model only ran for the collectives of other ranks
                     if processors is not None:
                         logits = _process(logits, batch, rows, processors)
                     tokens, values = draw(logits, rows)
@@ -837,7 +840,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_caches(model: TransformerDecoder) -> Iterator[None]:
-    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit."""
+    """Context manager that removes the caller's KV caches, and restores them and their lengths on exit.
+
+    A :class:`Batch` sets up caches of its own size, and calls of the caller must find theirs as they were.
+    """
     attentions = attention_modules(model)
     caches = [(module.kv_cache, module.cache_enabled) for module in attentions]
     decoder = text_decoder(model)

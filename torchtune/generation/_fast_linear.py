@@ -137,9 +137,10 @@ def _packable(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if type(module) not in (nn.Linear, LoRALinear) or id(module) in not_called:
             continue
-        has_own_forward = "forward" in vars(module)
+        has_own_forward = "forward" in vars(module)  # packed already, or wrapped: _Packed would replace the wrapper
+        # _Packed adds the adapter's product without a cast.
         has_one_dtype = getattr(module, "lora_a", module).weight.dtype == module.weight.dtype
-        is_shared = users[id(module.weight)] > 1
+        is_shared = users[id(module.weight)] > 1  # the other module would read the emptied weight
         if not has_own_forward and has_one_dtype and not is_shared and _is_plain(module.weight):
             layers.append(module)
     return layers
@@ -147,15 +148,15 @@ def _packable(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def fast_linears(model: nn.Module, *, pack: bool) -> Iterator[None]:
-    """Context manager in which the model's plain linear layers on CPU run in oneDNN, without gradients.
+    """Context manager in which linear layers on CPU, plain or with LoRA, run in oneDNN, without gradients.
 
     Layers of other classes, dtypes and devices and sharded layers do not change; under autocast, no layer changes.
     Compiled layers run uncompiled. Nested contexts for the same model have no effect.
 
     Args:
         model: a decoder with ``layers`` and ``output``, in evaluation mode.
-        pack: convert the weights to oneDNN's layout; if False, no layer changes. Parameters are empty until the
-            context ends and restores them bit by bit. At most one weight exists twice at a time. The conversion back
+        pack: convert the weights to oneDNN's layout; if False, no weight is converted. Parameters are empty until the
+            context ends and restores them exactly. At most one weight exists twice at a time. The conversion back
             and forth takes as long as 5 to 10 decoding steps.
 
     Raises:

@@ -210,7 +210,7 @@ def stream_tokens(
             )
     device = model.tok_embeddings.weight.device
     if isinstance(prompts[0], Tensor):
-        device = prompts[0].device
+        device = prompts[0].device  # new tokens are yielded on the device of the prompts
     if images is not None:
         check_images(model, images, num_samples)
         for request, prompt_images in zip(requests, images, strict=True):
@@ -248,7 +248,7 @@ def stream_tokens(
         use_cache=use_cache,
         draw=draw,
         ends=ends,
-        processors=lambda index: sampling.logits_processors,
+        processors=lambda index: sampling.logits_processors,  # the same for every sequence
         more=more,
         tokens_per_check=tokens_per_check,
     )
@@ -299,7 +299,7 @@ def _make_requests(
     for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         tokens = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)  # on the host
         # An unknown token id is refused here: on a GPU, the lookup would fail without a clear message.
-        if not isinstance(tokens[0], Integral):
+        if not isinstance(tokens[0], Integral):  # one stands for all: a prompt is a tensor, or ids of a tokenizer
             raise GenerationError(f"prompts: {str(tokens[0])[:20]!r} is not a token id: give int64 ids [s] for each.")
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < vocab_size:
@@ -364,7 +364,7 @@ def stream(
         stop_tokens=stop_tokens,
         use_cache=use_cache,
         images=[images],
-        tokens_per_check=1,
+        tokens_per_check=1,  # the caller reads each token as soon as it is sampled
     )
     with closing(steps):
         for step in steps:
@@ -497,7 +497,7 @@ def generate(
     host_rows = tokens.tolist()  # read at once, because the host waits for the device
     requests = []
     for index, length in enumerate(lengths.tolist()):
-        start = s - max(length, 1)  # the first token that is not padding
+        start = s - max(length, 1)  # the first token that is not padding; a prompt of padding alone keeps one token
         requests.append(Request(index, host_rows[index][start:], max_generated_tokens, 1))
     if logits_processors and compiled_generate_next_token is not None:
         raise GenerationError(
@@ -518,7 +518,7 @@ def generate(
         device=tokens.device,
         use_cache=cached or compiled_generate_next_token is not None,
         draw=rows.draw,
-        ends=lambda *_: rows.have_ended,
+        ends=lambda *_: rows.have_ended,  # no row leaves before the others: the result has columns of all rows
         processors=lambda index: processors,
         step=None if compiled_generate_next_token is None else rows.step,
     )

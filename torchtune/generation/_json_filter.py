@@ -173,7 +173,7 @@ class _Node(_Item):
             yield from node.step(char)
         for name in self.types:
             if name == "object" and char == "{":
-                yield (_Blank(), _Members(self, 0, True))
+                yield (_Blank(), _Members(self, 0, True))  # the first member follows no comma
             elif name == "array" and char == "[":
                 yield (_Blank(), _Elements(self, 0))
             elif name == "string" and char == '"':
@@ -332,7 +332,7 @@ class JSONGrammar:
 
     def _node(self, schema: Any, path: str) -> _Node:
         """Return the node of a schema at a path such as ``#/properties/name``."""
-        if schema is True or schema == {}:
+        if schema is True or schema == {}:  # JSON schema's ways to allow every value
             return self._any_value
         if path in self._nodes:
             return self._nodes[path]
@@ -350,7 +350,7 @@ class JSONGrammar:
                         raise GenerationError(
                             f"{path} has '{name}' beside '{keyword}', which is not supported: leave it out."
                         )
-                break
+                break  # a later one of these keywords is allowed here only as one beside the first
         node = _Node()
         self._nodes[path] = node  # before the nodes in it, which may refer to it
         if "$ref" in schema:
@@ -379,7 +379,7 @@ class JSONGrammar:
                 f"{path}/$ref is {json.dumps(reference)[:80]}: it names an anchor, which is not supported: give the "
                 "path from the root, such as #/$defs/name."
             )
-        for part in unquote(reference[1:]).split("/")[1:]:
+        for part in unquote(reference[1:]).split("/")[1:]:  # the part after # of a URI has percent-escapes
             key = part.replace("~1", "/").replace("~0", "~")  # the escapes of JSON pointers (RFC 6901)
             if isinstance(schema, Mapping) and key in schema:
                 schema = schema[key]
@@ -531,7 +531,7 @@ class TokenTexts:
             if char not in all_texts:
                 raise GenerationError(f"The tokenizer has no token for {char!r} alone: JSON cannot be ensured.")
         order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
-        self._tokens = [token for token in order if self.texts[token]]
+        self._tokens = [token for token in order if self.texts[token]]  # special tokens have no text
         self._token_texts = [self.texts[token] for token in self._tokens]
         # Within a string, most tokens are allowed without asking the grammar; only those with a quotation mark, a
         # backslash or a control character may end or break it.

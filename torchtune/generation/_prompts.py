@@ -108,6 +108,7 @@ def _parse_prompt(path: str | Path, number: int, line: bytes, system: str | None
         if column == "messages" and isinstance(content, str) and content.lstrip().startswith("["):
             content = turns_of_column(content, "messages")  # JSON text, as in tables
         turns = with_images(content, images_of_columns(row))
+        # Also reads the columns of tools and of the system prompt.
         conversation = read_conversation(row, turns, columns=[] if column is None else [column])
     except DataError as error:
         raise GenerationError(f"{location}: {str(error).rstrip('.')}: give a text or a list of messages.") from error
@@ -219,7 +220,7 @@ def images_of_batch(images: Sequence[Mapping[str, Any]], lengths: Sequence[int],
         if prompt_images:
             pixels.append(prompt_images["encoder_input"]["images"])
         else:
-            pixels.append(None)
+            pixels.append(None)  # its tokens count all the same: indices of image tokens are shifted by the lengths
     batch = join_images(pixels, lengths)
     if batch is None:
         return {}

@@ -134,6 +134,7 @@ def draw_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> tuple[Te
     # Rounded up to the total, a threshold would give the last token, even if its probability is 0.
     threshold = torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, threshold, right=True)  # [m, 1]
+    # Logits with NaN give the index v, which would fail later without a message; check_finite reports them.
     tokens = tokens.clamp(max=weights.shape[-1] - 1)
     return tokens, probabilities
 

@@ -58,9 +58,12 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         >>> len(same.layers)
         2
     """
-    if spec is not None and spec.builder is not None:
+    if spec is not None and spec.builder is not None:  # of a composite model: a decoder with a vision tower
         return spec.builder(description, spec)
-    d = description
+    return _build_decoder(description, spec)
+
+
+def _build_decoder(d: Description, spec: ModelSpec | None) -> TransformerDecoder:
     rope, window_rope = _rotary_embeddings(d)  # the same two objects in all layers
     embeddings = nn.Embedding(d.vocab_size, d.embed_dim)
     # The order in which modules are built decides about their random weights.
@@ -74,7 +77,7 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
             projection=nn.Linear(d.embed_dim, width, bias=False),
             norm=_norm(d, d.layer_embed_dim),
         )
-    model = TransformerDecoder(
+    return TransformerDecoder(
         tok_embeddings=embeddings,
         layers=layers,
         max_seq_len=d.max_seq_len,
@@ -86,10 +89,9 @@ def build(description: Description, spec: ModelSpec | None = None) -> Transforme
         hidden_scale=d.hidden_scale,
         layer_embeddings=layer_embeddings,
         kv_sources={layer: d.kv_source(layer) for layer in d.shared_kv},
+        description=d,
+        spec=spec,
     )
-    model.description = description
-    model.spec = spec
-    return model
 
 
 def _output(d: Description, embeddings: nn.Embedding) -> nn.Linear | TiedLinear:
@@ -120,6 +122,14 @@ def _residual_scale(d: Description, scale: float) -> nn.Module | None:
 def _layer(
     d: Description, layer: int, rope: RotaryPositionalEmbeddings, window_rope: RotaryPositionalEmbeddings
 ) -> TransformerSelfAttentionLayer:
+    """Build a decoder layer; the lists of layers in the description decide about its attention and feed-forward.
+
+    Args:
+        d: the description of the model.
+        layer: index of the layer.
+        rope: rotary embeddings of layers without a sliding window.
+        window_rope: rotary embeddings of sliding-window layers.
+    """
     mixer = None
     if layer in d.mixer_layers:
         mixer = d.mixer.build(d.embed_dim, d.norm_eps)
@@ -139,7 +149,7 @@ def _layer(
         mlp = _mixture_of_experts(d)
     elif layer in d.mlp_layers:
         intermediate_dim = d.intermediate_dim
-        if layer in d.shared_kv and d.shared_kv_intermediate_dim:
+        if layer in d.shared_kv and d.shared_kv_intermediate_dim:  # Gemma 4 E2B: wider there
             intermediate_dim = d.shared_kv_intermediate_dim
         mlp = feed_forward(d, intermediate_dim, d.mlp_gate_scale)
 
@@ -165,6 +175,10 @@ def _layer(
 
 
 def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAttention:
+    """Build latent attention (MLA): keys and values of all heads are projections of one latent per position.
+
+    The last ``rope_dim`` channels of a key are rotated; they are a projection of the input that all heads share.
+    """
     # Norms of latents have this eps in all families, whatever the eps of the other norms.
     norm = partial(RMSNorm, eps=1e-6, unit_offset=d.norm_unit_offset, rounds_last=d.norm_rounds_last)
     q_down_proj = None
@@ -190,8 +204,10 @@ def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAtte
         q_down_proj=q_down_proj,
         q_down_norm=q_down_norm,
         q_proj=nn.Linear(q_input_dim, d.num_heads * d.head_dim, bias=False),
+        # The latent, and the rotated channels of the keys.
         kv_down_proj=nn.Linear(d.embed_dim, d.kv_latent_dim + d.rope_dim, bias=d.k_bias),
         kv_down_norm=norm(d.kv_latent_dim),
+        # For each head, the other channels of its key, and its value.
         kv_proj=nn.Linear(d.kv_latent_dim, d.num_heads * (unrotated_dim + d.value_dim), bias=False),
         output_proj=nn.Linear(d.num_heads * d.value_dim, d.embed_dim, bias=d.attn_output_bias),
         pos_embeddings=None if layer in d.unrotated_layers else rope,
@@ -204,8 +220,9 @@ def _latent_attention(d: Description, layer: int, rope: nn.Module) -> LatentAtte
 
 
 def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> MultiHeadAttention:
+    """Build the attention of a layer, with the rotary embeddings for its kind of attention."""
     has_rope = layer not in d.unrotated_layers
-    has_keys = layer in d.key_layers
+    has_keys = layer in d.key_layers  # otherwise the layer takes the keys and values of an earlier one
     head_dim, num_kv_heads = d.attn_heads(layer)
     q_dim = d.num_heads * head_dim
     kv_dim = num_kv_heads * head_dim
@@ -230,6 +247,7 @@ def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> 
         head_dim=head_dim,
         q_proj=nn.Linear(d.embed_dim, q_proj_dim, bias=d.q_bias),
         k_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.k_bias) if has_keys else None,
+        # Without it, a layer with keys has them as values, too.
         v_proj=nn.Linear(d.embed_dim, kv_dim, bias=d.v_bias) if layer in d.value_layers else None,
         output_proj=nn.Linear(q_dim, d.embed_dim, bias=d.attn_output_bias),
         pos_embeddings=rope if has_rope else None,
@@ -248,7 +266,7 @@ def _attention(d: Description, layer: int, rope: RotaryPositionalEmbeddings) -> 
         gated=d.attn_gate,
         growth=_growth(d, layer),
         chunk=d.chunk if layer in d.chunk_layers else None,
-        qk_norm_eps=d.norm_eps if d.qk_unit_norm and has_rope else None,
+        qk_norm_eps=d.norm_eps if d.qk_unit_norm and has_rope else None,  # Llama 4: not in layers without RoPE
     )
 
 
@@ -271,6 +289,7 @@ def feed_forward(d: Any, width: int, gate_scale: float = 1.0) -> FeedForward:
 
 
 def _mixture_of_experts(d: Description) -> MoE:
+    """Build the router and the experts of a layer, and the shared expert, if any."""
     router = TokenChoiceTopKRouter(
         gate=nn.Linear(d.embed_dim, d.num_experts, bias=d.router_bias),
         dim=d.embed_dim,
@@ -369,7 +388,7 @@ def _rotary_embeddings(d: Description) -> tuple[RotaryPositionalEmbeddings, Rota
                 original_max_seq_len=scaling.original_max_seq_len,
                 magnitude=scaling.magnitude,
             )
-    rope.axes = list(d.rope_axes)
+    rope.axes = list(d.rope_axes)  # M-RoPE: the coordinate that rotates each pair of channels; empty without it
     if d.rope_window_base is None:
         return rope, rope
     # Windows are shorter than the pre-training context: their rotary embeddings have no scaling.

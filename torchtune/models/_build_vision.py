@@ -89,6 +89,7 @@ def image_text_family(
     all_maps |= weight_maps or {}
     values = {
         "name": name,
+        # Once each, in order: formats of one architecture may differ in their text decoder.
         "architectures": tuple(dict.fromkeys(hf_format.architecture for hf_format in formats)),
         "from_hf_config": partial(read_config, formats),
         "to_hf_config": partial(write_config, formats),
@@ -169,6 +170,7 @@ def tower_layer(v: VisionDescription, rope: nn.Module | None = None) -> Transfor
         mlp_scale=norm() if v.post_norms else None,
     )
     if v.clipped:
+        # A list, because set_submodule changes the modules that named_modules walks through.
         for path, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 layer.set_submodule(path, ClippedLinear(module))
@@ -182,7 +184,7 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
     else:
         merged_dim = v.embed_dim * v.merge**2  # their concatenation
     input_dim = merged_dim
-    reduce: nn.Module | None = None
+    reduce: nn.Module | None = None  # between the merge and the MLP; at most one of the three kinds
     if v.merge_reduces:
         reduce = nn.Linear(merged_dim, v.embed_dim, bias=False)
         input_dim = v.embed_dim
@@ -191,12 +193,13 @@ def _projector(v: VisionDescription, deep: bool = False) -> PatchMerger:
         input_dim = v.projector_dim
     elif v.merge_standardized:
         reduce = Standardization(v.embed_dim)
+    # Without an intermediate width, the projector is this layer alone.
     mlp: nn.Module = nn.Linear(input_dim, v.projector_dim or v.output_dim, bias=v.projector_bias)
     if v.projector_dim:
         down_proj = nn.Linear(v.projector_dim, v.output_dim, bias=v.projector_bias)
         mlp = FeedForward(gate_proj=mlp, down_proj=down_proj, activation=nn.GELU())
     norms: dict[str, nn.Module] = {}
-    if deep or v.merge_pools:
+    if deep or v.merge_pools:  # the token is normalized after its patches are merged
         norms["merged_norm"] = _norm(v.merge_norm, merged_dim, v.merge_norm_eps)
     else:  # each patch is normalized before it is merged
         norms["norm"] = _norm(v.merge_norm, v.embed_dim, v.merge_norm_eps)
@@ -227,15 +230,16 @@ def adapt_parts(
     returns the part of a module from its path.
 
     Raises:
-        ModelError: no module would have an adapter.
+        ModelError: a part that is ``"lora"`` has no module with an adapter.
     """
     from torchtune.modules.peft import LoRA
 
+    # A projector is adapted whole: the arguments of add_lora choose among the layers of the other parts.
     candidates = []
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and part_of(path) == "projector":
             candidates.append(path)
-    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:
+    if lora_attn_modules or apply_lora_to_mlp or apply_lora_to_output:  # LoRA raises if it has no target
         selection = LoRA(
             attn_modules=lora_attn_modules, apply_to_mlp=apply_lora_to_mlp, apply_to_output=apply_lora_to_output
         )

@@ -161,7 +161,7 @@ def component_builders(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         sizes = dict(bound.arguments)
-        if not sizes["intermediate_dim"]:
+        if not sizes["intermediate_dim"]:  # None or 0
             sizes["intermediate_dim"] = scale_hidden_dim_for_mlp(sizes["embed_dim"])
         return build(describe(**sizes), spec)
 
@@ -220,7 +220,7 @@ def lora_builder(base: Builder, name: str, module: str, noun: str, *, quantize_b
         # At the end, because earlier releases do not have it.
         train_modules = adapter_parameters.pop("train_modules")
         parameters = [*adapter_parameters.values(), *base_parameters.values(), train_modules]
-        adapter_parameters["train_modules"] = train_modules
+        adapter_parameters["train_modules"] = train_modules  # the builder below passes it to add_lora
     signature = inspect.Signature(parameters, return_annotation=TransformerDecoder)
 
     def builder(*args: Any, **kwargs: Any) -> TransformerDecoder:
@@ -322,7 +322,7 @@ def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., 
         module: ``__name__`` of the module that exports it.
     """
     base_signature = inspect.signature(base)
-    positional = []
+    positional = []  # beside num_classes; only LoRA builders have such parameters
     keyword_only = []
     for parameter in base_signature.parameters.values():
         if "lora_attn_modules" in base_signature.parameters and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
@@ -338,7 +338,7 @@ def _classifier_builder(base: Builder, name: str, module: str) -> Callable[..., 
 
     def builder(*args: Any, **kwargs: Any) -> nn.Module:
         warnings.warn(f"{name} is deprecated. {_CLASSIFIER_NOTE}", FutureWarning, stacklevel=2)
-        arguments = dict(signature.bind(*args, **kwargs).arguments)
+        arguments = dict(signature.bind(*args, **kwargs).arguments)  # without defaults, which the base fills in
         return classifier_model(arguments.pop("num_classes"), base_path, **arguments)
 
     builder.__signature__ = signature

@@ -353,17 +353,18 @@ class Description:
         for field in ("vocab_size", "num_layers", "embed_dim", "intermediate_dim", "max_seq_len", "num_heads"):
             if getattr(self, field) < 1:
                 raise ModelError(f"{field} must be at least 1, got {getattr(self, field)}.")
+        # With larger sizes, which no model has, even modules on the meta device may fail to be built.
         for field, most in _LARGEST.items():
             if getattr(self, field) > most:
                 raise ModelError(f"{field} must be at most {most:,}, got {getattr(self, field):,}.")
-        self._check_heads()
+        self._check_heads()  # sets head_dim, which the next checks read
         for field, partner in _TOGETHER:
             if bool(getattr(self, field)) != bool(getattr(self, partner)):
                 raise ModelError(f"{field} (got {getattr(self, field)}) and {partner} go together.")
         for field, required in _REQUIRES:
             if getattr(self, field) and not getattr(self, required):
                 raise ModelError(f"{field} ({getattr(self, field)}) needs {required}.")
-        self._check_positions()
+        self._check_positions()  # sets rope_dim
         self._check_latents()
         self._check_experts()
         self._check_layers()
@@ -425,12 +426,15 @@ class Description:
             raise ModelError(f"window must be at least 1, got {self.window}.")
         if set(self.chunk_layers) & set(self.window_layers):
             raise ModelError("chunk_layers must be layers without a window.")
+        # torchtune.modules.attention computes these variants without dropout.
         if self.attn_dropout and (self.window or self.chunk or self.attn_softcap or self.attn_sinks):
             raise ModelError("attn_dropout must be 0 in a model with an attention window, chunks, soft cap or sinks.")
 
     def _check_latents(self) -> None:
+        """Raise for settings that latent attention does not have; a model without it passes."""
         if not self.kv_latent_dim:
             return
+        # Every query head has its own keys and values, computed from the latent.
         if self.num_kv_heads != self.num_heads:
             raise ModelError(
                 f"kv_latent_dim needs num_kv_heads = num_heads ({self.num_heads}), got {self.num_kv_heads}."
@@ -471,6 +475,7 @@ class Description:
             raise ModelError(
                 f"num_heads ({self.num_heads}) must be a multiple of full_num_kv_heads ({self.full_num_kv_heads})."
             )
+        # kv_source may return a layer with a mixer, which has no keys and values.
         if self.shared_kv_layers and (self.mixer or any(self.kv_source(layer) < 0 for layer in self.shared_kv)):
             raise ModelError(
                 f"shared_kv_layers ({self.shared_kv_layers}): a layer of each kind must come before these layers."
@@ -485,6 +490,7 @@ class Description:
             )
         if self.norm_order == "pre":
             return
+        # Norms of outputs are in every layer, and take the place of the factors of outputs.
         if self.attnless_layers or self.mlpless_layers:
             raise ModelError(f"attnless_layers and mlpless_layers need norm_order 'pre', got '{self.norm_order}'.")
         for field in ("residual_scale", "attn_out_scale", "mlp_out_scale"):
@@ -689,7 +695,7 @@ class VisionDescription:
 
     def __post_init__(self) -> None:
         sizes = _TOWER_SIZES
-        if self.num_layers:
+        if self.num_layers:  # otherwise, patches are only embedded and projected
             sizes = (*_TOWER_SIZES, *_TOWER_LAYER_SIZES)
         for field in sizes:
             if not 1 <= getattr(self, field) <= _LARGEST_IN_TOWER:
@@ -712,8 +718,10 @@ class VisionDescription:
             raise ModelError(f"vision: positions ('{self.positions}') and positions_side go together.")
         if self.full_layers and not self.window:
             raise ModelError("vision: full_layers needs window.")
+        # With these positions, a class token is among the patches, which belongs to no window or image token.
         if self.positions == "classed" and (self.window or self.deep_layers):
             raise ModelError("vision: positions 'classed' do not go with window or deep_layers.")
+        # Both are the layer before the projector's first one.
         if self.projector_first and (self.merge_reduces or not self.projector_dim):
             raise ModelError("vision: projector_first needs projector_dim, and no merge_reduces.")
 

@@ -124,7 +124,7 @@ def text_config(config: Mapping[str, Any], images: bool = False) -> dict[str, An
     for name in _SHARED_FIELDS:
         if config.get(name) is not None:
             decoder_config[name] = config[name]
-    if quantization and not _is_readable(quantization):
+    if quantization and not _is_readable(quantization):  # for the format to refuse
         decoder_config["quantization_config"] = quantization
     decoder_config["architectures"] = [_TEXT_ARCHITECTURES[text_type]]
     return decoder_config

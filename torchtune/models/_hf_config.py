@@ -162,14 +162,16 @@ class HFFormat:
         return None
 
     def _read(self, config: Mapping[str, Any], ignore_fields: Collection[str]) -> Description:
+        """See :meth:`read`, which names the field if this method divides by 0."""
         complete_config = dict(self.defaults)
         for name, value in self.prepare(config).items():
+            # null means "absent" in these fields, and "none" in others, such as sliding_window.
             if value is not None or name not in _NEVER_NULL:
                 complete_config[name] = value
         fields = Fields(complete_config, self.architecture, set(ignore_fields))
         values = self._read_layers(fields) | read_rope(fields, self.ropes) | _read_classes(config, fields)
         for name, attribute, default in self.extra_fields:
-            values[attribute] = type(default)(fields.take(name, default))
+            values[attribute] = type(default)(fields.take(name, default))  # files may have 1 for 1.0 or for true
         family_values = self.read_more(fields)
         fields.skip(*self.unused)
         fields.require(**self.required_values)
@@ -178,7 +180,8 @@ class HFFormat:
         # Last, because a family may correct what is common to all.
         values |= family_values
         if self.rotates_windows_only and fields.take("sliding_window", None) is not None:
-            # The size of the windows decides, even if no layer has one.
+            # As in transformers, the size of the windows decides: without it, all layers have RoPE; with it, only the
+            # layers with a window, even if there are none.
             window_layers = values.get("window_layers", ())
             values["unrotated_layers"] = tuple(layer for layer in range(num_layers) if layer not in window_layers)
         try:
@@ -211,7 +214,7 @@ class HFFormat:
             "max_seq_len": fields.take("max_position_embeddings"),
             "num_heads": num_heads,
             "num_kv_heads": fields.take("num_key_value_heads", num_heads),
-            "head_dim": fields.take("head_dim", 0),
+            "head_dim": fields.take("head_dim", 0),  # 0: hidden_size // num_attention_heads
             "attn_dropout": float(fields.take("attention_dropout", 0.0)),
             "is_causal": bool(fields.take("is_causal", True)),
             "q_bias": has_qkv_bias,
@@ -264,7 +267,8 @@ class HFFormat:
         attention_flag, mlp_flag = self.bias_fields
         if self.biases == "attention_bias":
             config[attention_flag] = description.q_bias
-            if self.output_bias:  # the flag includes it
+            # If the flag includes the output projection, both values must be equal: otherwise, the check below raises.
+            if self.output_bias:
                 config[attention_flag] = description.attn_output_bias
         if self.has_mlp_bias:
             config[mlp_flag] = description.mlp_bias
@@ -288,11 +292,12 @@ class HFFormat:
             num_layers: number of layers of the model.
             unrotated: layers without RoPE.
         """
+        # All fields are read first, whether they count or not: a field that nobody reads raises an error.
         window = fields.take("sliding_window", None) or None  # 0, too, means no windows
         use_windows = fields.take("use_sliding_window", False)
         layer_types = self._read_layer_types(fields, num_layers)
         layers = self._window_layers(fields, num_layers, layer_types, unrotated)
-        if self.windows == "none":
+        if self.windows == "none":  # a file that asks for windows all the same is refused
             if use_windows and window is not None:
                 raise fields.refusal("sliding_window", window)
             if layer_types is not None and layers:
@@ -309,7 +314,7 @@ class HFFormat:
             return {}
         if self.window_layers == "all" and layer_types is not None and len(layers) < num_layers:
             raise fields.refusal("layer_types", layer_types)  # transformers ignores it and uses the window
-        if not layers:
+        if not layers:  # Description refuses a size of windows without layers
             return {}
         return {"window": window, "window_layers": layers}
 
@@ -386,11 +391,12 @@ def _read_classes(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     labels = fields.peek("id2label")
     if not isinstance(labels, dict):
         labels = {}
-    num_classes = fields.take("num_labels", None) or len(labels) or 2
+    num_classes = fields.take("num_labels", None) or len(labels) or 2  # the default of transformers
     classes: dict[str, Any] = {"num_classes": num_classes}
     # JSON has no keys that are numbers, but a dict in Python may have them.
     name_of_index = {str(index): str(name) for index, name in labels.items()}
     names = tuple(name_of_index.get(str(index), "") for index in range(num_classes))
+    # Default names are left out of a description: a file has them, too, if its classes have no names.
     if all(names) and names != _default_names(num_classes):
         classes["class_names"] = names
     problem_type = fields.peek("problem_type")

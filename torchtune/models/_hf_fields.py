@@ -129,7 +129,7 @@ class Fields:
         elif name in _WHOLE or type(default) is int:
             most = _WHOLE.get(name, _LARGEST)
             self._expect(is_whole(value, most), name, value, f"a whole number from 0 to {most:,}")
-            return int(value)
+            return int(value)  # 8.0 is a whole number, too
         elif type(default) is float:
             self._expect(is_number(value), name, value, "a finite number")
         elif type(default) is bool:  # published files have numbers in some of these fields, of which 0 is false
@@ -150,7 +150,10 @@ class Fields:
     def list_of(
         self, name: str, num_layers: int, value_type: type, default: list[Any] | None = None
     ) -> list[Any] | None:
-        """Return a list field (one value per layer, or layer indices), or the default if the field is absent."""
+        """Return a list field (one value per layer, or layer indices), or the default if the field is absent.
+
+        ``num_layers`` is only named in the error: the length is not checked.
+        """
         values = self.take(name, None)
         if values is None:
             return default

@@ -235,7 +235,7 @@ def read_mamba(fields: Fields, inner_dim: int, **settings: Any) -> Mamba2Mixer:
     num_heads = sizes["num_heads"]
     head_dim = fields.take("mamba_d_head", "auto")
     if head_dim == "auto":
-        head_dim = inner_dim // max(num_heads, 1)
+        head_dim = inner_dim // max(num_heads, 1)  # no division by 0: the checks below raise
     if not is_whole(head_dim, 2**16):
         raise fields.refusal("mamba_d_head", head_dim)
     if head_dim * num_heads != inner_dim:

@@ -116,7 +116,7 @@ def read_rope(fields: Fields, allowed: tuple[str, ...]) -> dict[str, Any]:
     if has_window_base:
         full, windowed = _parameters_by_layer_type(fields, parameters, must_have_base="by_layer_type" in allowed)
         window_base = windowed.get("rope_theta", window_base)
-        rope = {**full, **(scaling or {})}
+        rope = {**full, **(scaling or {})}  # rope_scaling is for the layers with full attention alone
     elif parameters.keys() & set(_LAYER_TYPES):
         raise fields.refusal("rope_parameters", parameters)
     else:
@@ -170,6 +170,7 @@ def _parameters_by_layer_type(
             raise fields.refusal(f"rope_parameters.{layer_type}.rope_theta", None)
     full = by_type["full_attention"]
     windowed = by_type["sliding_attention"]
+    # A description has a base for these layers, but no scaling.
     if windowed.get("rope_type", "default") != "default":
         raise fields.refusal("rope_parameters", parameters)
     return full, windowed
@@ -216,6 +217,7 @@ def _convert(fields: Fields, name: str, value: Any, value_type: type) -> Any:
 
 def _read_scaling(fields: Fields, field_name: str, scaling: dict[str, Any]) -> RopeScaling | None:
     """Read the parameters of ``rope_scaling`` or ``rope_parameters`` beside the base; None without scaling."""
+    # Both names of the type are removed, and below each parameter that is read: what remains has no equivalent.
     older_type = scaling.pop("type", None)
     rope_type = scaling.pop("rope_type", None) or older_type or "default"
     if rope_type == "su" or (rope_type == "yarn" and "short_factor" in scaling):  # in early files of Phi-3

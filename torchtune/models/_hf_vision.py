@@ -111,7 +111,7 @@ class ImageTextFormat:
             raise vision_fields.refusal("rope_parameters.rope_theta", rope_base)
         values: dict[str, Any] = {
             "output_dim": text.embed_dim,
-            "merge_norm_eps": text.norm_eps,
+            "merge_norm_eps": text.norm_eps,  # unless the family fixes it
             "rope_base": float(rope_base),
             **self.fixed,
             **_read_table(vision_fields, self.tower_fields),
@@ -156,8 +156,9 @@ class ImageTextFormat:
         Raises:
             ModelError: a ``config.json`` cannot express the description.
         """
+        # The format of the text alone cannot express rope_axes: they are added below, as mrope_section.
         text_config = self.text.write(replace(d.text, rope_axes=()))
-        text_config.pop("architectures")
+        text_config.pop("architectures")  # only the composite config has it
         if self.mrope_sections:
             rope = {"rope_type": "default", **(text_config.get("rope_scaling") or {})}
             rope["mrope_section"] = [d.rope_axes.count(axis) for axis in range(3)]
@@ -173,7 +174,7 @@ class ImageTextFormat:
             vision_config[name] = value
         for name, attribute in self.derived.items():
             vision_config[name] = getattr(d.vision, attribute)
-        if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:
+        if d.vision.rope != "none" and d.vision.rope_base != self.rope_base:  # the default is left out
             vision_config["rope_parameters"] = {"rope_type": "axial", "rope_theta": d.vision.rope_base}
         vision_config |= self.write_vision(d.vision)
 
@@ -227,6 +228,7 @@ def read_config(
     for hf_format in candidates:
         if hf_format.text.model_type == text_config.get("model_type"):
             return hf_format.read(config, ignore_fields)
+    # An unknown or absent model_type: the first format reads the file, or its error names a field.
     return candidates[0].read(config, ignore_fields)
 
 

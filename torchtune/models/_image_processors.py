@@ -88,20 +88,20 @@ class ImageProcessor:
             if not isinstance(config.get(field) or {}, Mapping):
                 raise DataError(f"{field} = {format_value(config[field])} is not an object")
         factor = config.get("rescale_factor", 1 / 255)
-        has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6
+        has_factor = is_number(factor) and abs(factor * 255 - 1) < 1e-6  # files may round it
         if config.get("resample", cls.resample) != cls.resample or not has_factor:
             name = f"{_FILTERS[cls.resample]} resampling ({cls.resample})"
             raise DataError(f"only {name} and a factor of 1/255 are supported")
         values: dict[str, Any] = {}
         for name, value in cls.read_sizes(config, model).items():
-            if value is None:
+            if value is None:  # the default of the class
                 continue
             if not isinstance(value, int) or value < 1:
                 raise DataError(f"{name} = {format_value(value)} is not a positive whole number")
             values[name] = value
         for name, field in (("mean", "image_mean"), ("std", "image_std")):
             colors = config.get(field)
-            if colors is None:
+            if colors is None:  # the default of the class
                 continue
             if not isinstance(colors, list | tuple) or len(colors) != 3 or not all(map(is_number, colors)):
                 raise DataError(f"{field} = {format_value(colors)} is not three numbers")

@@ -65,8 +65,8 @@ class ImageEncoder:
         if not media:
             return {}
         plans = each_image(self.plan, media)
-        grids: tuple[Grid, ...] = ()
-        steps: list[float] = []
+        grids: tuple[Grid, ...] = ()  # of all images: one for each part of an image
+        steps: list[float] = []  # for each grid, the time between its frames
         for plan in plans:
             grids += plan.grids
             steps += [plan.step] * len(plan.grids)
@@ -74,15 +74,17 @@ class ImageEncoder:
         media_to_read = list(media)
         if self.image_cache is not None:
             for index, plan in enumerate(plans):
+                # Without features, the entry is where the vision tower writes them.
                 cached.append(self.image_cache.find(media[index], plan.grids))
                 if cached[index].features is not None:
                     media_to_read[index] = None  # an image with cached features is not decoded
         pixels = join_pixels(each_image(self._pixels, media_to_read), self.processor.colors)
         merge = self.processor.merge
         check_placeholders(tokens, self.image_tokens, grids, merge)
+        # Where the row has image tokens: the model replaces their embeddings by the images' features.
         indices = torch.from_numpy(np.flatnonzero(np.isin(tokens, self.image_tokens)))
         positions = None
-        if self._has_grid_positions:
+        if self._has_grid_positions:  # M-RoPE: int64 [3, 1, s]
             positions = torch.from_numpy(grid_positions(tokens, self.image_tokens, grids, merge, steps))[:, None]
         images = Images(pixels, grids, indices, positions, colors=self.processor.colors, cached=tuple(cached))
         return {"encoder_input": {"images": images}}
@@ -156,6 +158,10 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         return {**sample, "tokens": tokens, "mask": mask, **self.encode_images(messages, tokens)}
 
     def _turn(self, message: Message) -> dict[str, Any]:
+        """Convert a message to the template's dict, with a part for each text, image and video.
+
+        Control tokens in the texts are hidden, so that they are encoded as plain text.
+        """
         if not message.contains_media:
             return super()._turn(message)
         if message.role == "assistant":
@@ -169,19 +175,20 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
                 parts.append({"type": "text", "text": self.processor.video_placeholder})
             else:
                 parts.append({"type": "text", "text": self._control_tokens.hide(item["content"])})
-        role = "tool" if message.role == "ipython" else message.role
+        role = "tool" if message.role == "ipython" else message.role  # as templates call it
         extra = dict(message.extra)
-        if "tool_calls" in extra:
+        if "tool_calls" in extra:  # arguments that are a JSON text become an object
             extra["tool_calls"] = read_tool_calls(extra["tool_calls"] or [])
         return {"role": role, "content": parts, **self._control_tokens.hide(extra)}
 
     def _tokenized(
         self, messages: Sequence[MessageLike], closed: bool, max_seq_len: int | None, tools: Sequence[Any] | None
     ) -> tuple[Any, Any]:
+        """Tokenize a conversation, and replace each placeholder by the tokens of its image or video."""
         prepared = []
         for message in as_messages(messages):
-            if message.contains_media:
-                message = copy(message)
+            if message.contains_media:  # never trained on, whatever the row says
+                message = copy(message)  # the caller's message is not changed
                 message.masked = True
             prepared.append(message)
         # Images are longer than their placeholders: the row is cut below.
@@ -191,7 +198,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
         num_placeholders = sum(token in self._placeholders for token in tokens)
         if num_placeholders != len(media):
             raise DataError(f"the chat template writes {num_placeholders} placeholders for {len(media)} image(s)")
-        row = array("i")
+        row = array("i")  # compact, because rows with images are long
         row_mask = bytearray()  # 1: masked
         for token, masked in zip(tokens, mask, strict=True):
             if token not in self._placeholders:
@@ -204,7 +211,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
             row.extend(image_layout)
             row_mask.extend([True] * len(image_layout))
         limit = max_seq_len or self.max_seq_len
-        eos_id = self.eos_id if closed else None
+        eos_id = self.eos_id if closed else None  # an open row, which a model continues, gets no end
         cut, cut_mask = truncate_row(row, row_mask, limit, self.truncation_type, eos_id, self._turn_end_ids)
         num_cut_off = sum(row.count(token) - cut.count(token) for token in self.image_tokens)
         if num_cut_off:

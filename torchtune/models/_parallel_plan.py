@@ -47,9 +47,9 @@ def decoder_plan(model: nn.Module) -> dict[str, "ParallelStyle"]:
     # positions with its rows of the output projection.
     plan["norm"] = ReplicatedNorm(gather=True)
     description = model.description
-    if description is not None and description.is_classifier:
+    if description is not None and description.is_classifier:  # too few rows to shard: it is sharded by columns
         plan["output"] = HeadParallel()
-    elif isinstance(model.output, nn.Module):
+    elif isinstance(model.output, nn.Module):  # a tied projection is not one: it reads the weight of tok_embeddings
         plan["output"] = VocabParallel()
     return plan
 
@@ -70,7 +70,7 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
     for name in ("sa_norm", "mlp_norm", "sa_scale", "mlp_scale", "layer_scale"):
         module = getattr(layer, name)
         has_parameters = module is not None and next(module.parameters(), None) is not None
-        if has_parameters:
+        if has_parameters:  # a constant factor in the place of a norm has none
             plan[name] = ReplicatedNorm()
     for name in ("attn", "mixer"):
         module = getattr(layer, name)
@@ -80,11 +80,11 @@ def _layer_plan(layer: nn.Module) -> dict[str, "ParallelStyle"]:
         elif module is not None:
             for child, style in _attention_plan(module).items():
                 plan[f"{name}.{child}"] = style
+            # Between layers, a rank has some of the positions; attention and feed-forward need all of them.
             plan[name] = GatherInput()
     if isinstance(layer.mlp, MoE):
         plan["mlp"] = SequenceParallel("experts")
     elif layer.mlp is not None:
-        # Between layers, a rank has some of the positions; attention and feed-forward need all of them.
         plan["mlp"] = GatherInput()
         plan["mlp.w1"] = ColwiseParallel()
         plan["mlp.w2"] = RowwiseParallel()

@@ -273,7 +273,7 @@ def spec_for_architecture(architecture: str) -> ModelSpec:
             return spec
     # Every family also reads the classifiers of its architecture.
     language_model = architecture.replace("ForSequenceClassification", "ForCausalLM")
-    if language_model in _READERS:
+    if language_model in _READERS:  # several families have the architecture
         return get_spec(_READERS[language_model])
     for spec in _builtin().values():
         if language_model in spec.architectures:

@@ -35,7 +35,7 @@ def tokenizer_builder(
     argument_docs = _argument_docs(tokenizer)
     parameters = []
     docs = {}
-    for argument in dict.fromkeys([first, *class_parameters]):
+    for argument in dict.fromkeys([first, *class_parameters]):  # each once, with ``first`` in front
         parameter = class_parameters[argument]
         doc = argument_docs[argument]
         if argument == "special_tokens":
@@ -43,12 +43,12 @@ def tokenizer_builder(
             doc = f"special_tokens_path: path of a ``tokenizer.json`` with special tokens that replace {title}'s."
         elif argument == "prompt_template":
             default = None
-            if parameter.default is not None:
+            if parameter.default is not None:  # an object, of which YAML can only express the path of its class
                 template = type(parameter.default)
                 default = f"{template.__module__}.{template.__name__}"
             parameter = parameter.replace(default=default, annotation=TemplateType | None)
             doc = _TEMPLATE_DOC
-        if argument in _POSITIONAL:
+        if argument in _POSITIONAL:  # even if the class takes it by keyword alone
             parameter = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if argument in defaults:
             parameter = parameter.replace(default=defaults[argument])

@@ -12,7 +12,10 @@ Reading from files, group by group, only the slice of each tensor that is needed
 
     for group in weight_map.select(names_in_files, description):
         for name in group.tune:
-            group.read(name, slices, target, shapes, read_slice)  # fills target with a slice of our tensor
+            for external_slice in group.external_slices(name, slices, shapes):
+                external_name = group.external[external_slice.external]
+                value = files.read(external_name, external_slice.slices)
+                external_slice.fill(target, value)  # target: the slice of our tensor
 
 or from a stream of full tensors::
 
@@ -134,7 +137,8 @@ class Op(ABC):
         ends = list(accumulate(shape[0] for shape in shapes))
         numbers = [torch.arange(end - shape[0], end) for end, shape in zip(ends, shapes, strict=True)]
         rows, order = self.to_tune(numbers, description)[which][slices[0]].sort()  # order: rows of our slice
-        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)  # external tensor of each row
+        # External tensor of each row; right=True, because row ends[i] is the first one of tensor i + 1.
+        tensors = torch.bucketize(rows, torch.tensor(ends), right=True)
         # Each run of consecutive rows of one tensor is read at once.
         breaks = (rows.diff() != 1) | (tensors.diff() != 0)
         cuts = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(rows)]
@@ -287,10 +291,10 @@ class Group:
         """Fill ``target`` with a slice of one of our tensors, reading only the required data.
 
         Args:
-            name: name of our tensor.
-            slices: the slice.
+            name: see :meth:`external_slices`.
+            slices: see :meth:`external_slices`.
             target: tensor with the shape of the slice.
-            shapes: shapes of the external tensors, in the order of ``external``.
+            shapes: see :meth:`external_slices`.
             read_slice: reads a slice of an external tensor, by its name.
         """
         for external_slice in self.external_slices(name, slices, shapes):
@@ -299,7 +303,13 @@ class Group:
             external_slice.fill(target, value)
 
     def external_slices(self, name: str, slices: Slices, shapes: Sequence[Sequence[int]]) -> list[ExternalSlice]:
-        """Return the slices of external tensors that form a slice of one of our tensors; see :meth:`read`."""
+        """Return the slices of external tensors that form a slice of one of our tensors.
+
+        Args:
+            name: name of our tensor.
+            slices: the slice.
+            shapes: shapes of the external tensors, in the order of ``external``.
+        """
         return self.op.external_slices(self.tune.index(name), slices, shapes, self.description)
 
 
@@ -467,7 +477,8 @@ class WeightMap:
                 yield from zip(group.external, converted, strict=True)
             for tie in table.tied:
                 if tie.write and tie.source == name:
-                    yield tie.external, tensor.clone()
+                    yield tie.external, tensor.clone()  # two names of one tensor would share its memory
+        # As in to_tune, an incomplete group is an error even with ``partial``.
         required = waiting if partial else table.groups
         for group in required:
             for name in group.tune:
@@ -625,7 +636,7 @@ def _expand(weight_map: WeightMap, description: Description) -> _Table:
             if layer is not None:
                 numbers[placeholder] = layer
             if placeholder == "layer":
-                numbers |= description.other_numbers(layer)
+                numbers |= description.other_numbers(layer)  # if the other format counts layers in other ways
             external: list[str] = []
             for template in row.external_templates:
                 external += _fill(template, description, **numbers)

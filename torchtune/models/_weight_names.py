@@ -73,7 +73,7 @@ def _rows(file_format: str, qk: Op) -> tuple[Row, ...]:
         op: Op = Identity()
         if tune in ("attn.q_proj", "attn.k_proj"):
             op = qk
-        bias_when = f"{when} {bias}"
+        bias_when = f"{when} {bias}"  # the row is there if both conditions hold
         if bias == "q_bias":
             # In latent attention, q_bias is the bias of the latent of queries.
             bias_when = "attn_layers q_bias !kv_latent_dim"
@@ -118,6 +118,7 @@ def hf_names(
             tune = f"layers.{{layer}}.{norm}.scale"
             rows.append(Row(f"{_HF_LAYER}{name}.weight", tune, when=_NORM_LAYERS[norm]))
     for projection in fused:
+        # Instead of the rows of the separate projections.
         name, modules, sizes, layers, bias = _FUSED[projection]
         weights = tuple(f"layers.{{layer}}.{module}.weight" for module in modules)
         biases = tuple(f"layers.{{layer}}.{module}.bias" for module in modules)

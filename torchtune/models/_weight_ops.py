@@ -163,9 +163,10 @@ class FusedAdapter(Op):
             return [ExternalSlice(0, (slice(first_column + rows.start, first_column + rows.stop), columns))]
         first_row = sum(attrgetter(size)(description) for size in self.sizes[:part])
         rows_of_b = slice(first_row + rows.start, first_row + rows.stop)
-        if columns.stop - columns.start < rank:
+        if columns.stop - columns.start < rank:  # a shard of the part's LoRA channels
             columns_of_b = slice(first_column + columns.start, first_column + columns.stop)
             return [ExternalSlice(1, (rows_of_b, columns_of_b))]
+        # Whole rows: the part's channels are at first_column, and zeros elsewhere, which an export writes, too.
         inside = (slice(0, rows.stop - rows.start), slice(first_column, first_column + rank))
         return [_PaddedSlice(1, (rows_of_b, slice(0, num_parts * rank)), inside=inside)]
 
@@ -360,6 +361,7 @@ class FusedExperts(Op):
 
     def peft_rows(self, row: Row) -> list[Row]:
         """Return the row of the adapter of a parameter that holds one or more matrices of all experts."""
+        # The name of the mixture: that of the weight without the experts and the matrix.
         block = row.external_templates[0].replace(".experts", "").replace(".{expert}", "").removesuffix(".weight")
         block = block.rpartition(".")[0]
         adapters = []

@@ -222,14 +222,14 @@ def clip_vision_encoder(
     Raises:
         ModelError: ``use_rope`` is True, or ``num_heads`` does not divide ``embed_dim``.
     """
-    if use_rope:
+    if use_rope:  # accepted for configs of earlier releases
         raise ModelError("use_rope: encoders with rotary positions (Llama 4) are not in this release: set it to False.")
-    # The order in which modules are built decides about their random weights.
+    # The order in which modules are built decides about their random weights. VisionTransformer copies the layer.
     layer = encoder_layer(embed_dim, num_heads, activation, attn_bias=attn_bias, norm_eps=norm_eps)
     token_pos_embedding: nn.Module
     pre_tile_pos_embed = None
     post_tile_pos_embed = None
-    if max_num_tiles > 1:
+    if max_num_tiles > 1:  # an image of one tile needs no positions of tiles
         token_pos_embedding = TiledTokenPositionalEmbedding(max_num_tiles, embed_dim, tile_size, patch_size)
         if use_tile_pos_embed:
             pre_tile_pos_embed = TilePositionalEmbedding(max_num_tiles, embed_dim)

@@ -58,7 +58,11 @@ def describe_state_dict(
     intermediate_dim: int = 1,
     biases: bool = True,
 ) -> Description:
-    """Make a description for renaming, with the number of layers in ``names``; norms and biases may be missing."""
+    """Make a description for renaming, with the number of layers in ``names``.
+
+    Sizes that affect neither names nor layouts are 1. Norms of queries and keys, and by default biases, are in the
+    description whether the model has them or not: :func:`convert_by` accepts that their tensors are missing.
+    """
     layers = []
     for name in names:
         match = _LAYER_NUMBER.search(name)
@@ -169,6 +173,7 @@ def convert_by(
 
 
 def _convert_by_meta(state_dict: dict[str, Tensor], *, to_tune: bool) -> dict[str, Tensor]:
+    """Convert weights and adapters between Meta's names and ours, in either direction."""
     description = describe_state_dict(state_dict)
     new_names = {}
     for group in META.groups(description):

@@ -19,7 +19,7 @@ from torchtune.models._weight_names import HF_HALF, mixers, renamed
 def _read(fields: Fields) -> dict[str, Any]:
     has_norm = bool(fields.take("mamba_rms_norm", False))
     norm_before_gate = fields.take("mamba_norm_before_gate", True)
-    if has_norm and norm_before_gate:
+    if has_norm and norm_before_gate:  # Mamba2 normalizes after the gate
         raise fields.refusal("mamba_norm_before_gate", True)
     expand = fields.take("mamba_expand", 2)
     default_inner_dim = 1024

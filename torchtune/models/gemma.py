@@ -53,14 +53,25 @@ gemma_description = partial(
     norm_eps=1e-6,
     tie_word_embeddings=True,
 )
-_gemma = partial(gemma_description, vocab_size=256_000)
 
 SIZES = {
-    "gemma_2b": _gemma(
-        num_layers=18, embed_dim=2048, intermediate_dim=16_384, num_heads=8, num_kv_heads=1, embed_scale=2048**0.5
+    "gemma_2b": gemma_description(
+        vocab_size=256_000,
+        num_layers=18,
+        embed_dim=2048,
+        intermediate_dim=16_384,
+        num_heads=8,
+        num_kv_heads=1,
+        embed_scale=2048**0.5,
     ),
-    "gemma_7b": _gemma(
-        num_layers=28, embed_dim=3072, intermediate_dim=24_576, num_heads=16, num_kv_heads=16, embed_scale=3072**0.5
+    "gemma_7b": gemma_description(
+        vocab_size=256_000,
+        num_layers=28,
+        embed_dim=3072,
+        intermediate_dim=24_576,
+        num_heads=16,
+        num_kv_heads=16,
+        embed_scale=3072**0.5,
     ),
 }
 BUILDERS = model_builders(__name__, "Gemma", SPEC, SIZES)
@@ -119,10 +130,12 @@ class GemmaChatTemplate(PromptTemplateInterface):
         With ``inference`` a final assistant turn stays open.
 
         Raises:
-            DataError: a role is not ``system``, ``user`` or ``assistant``, or a message has an image.
+            DataError: a role is not ``system``, ``user`` or ``assistant``, no turn of the user follows a system
+                message, or a message has an image.
         """
         messages = as_messages(messages)
         formatted = []
+        # Parts of a text that touch are joined, because a tokenizer may merge characters across their border.
         system: list[str] = []  # parts of the system text, until the next user turn
         for i, message in enumerate(messages):
             if message.contains_media:
@@ -131,7 +144,7 @@ class GemmaChatTemplate(PromptTemplateInterface):
                 raise DataError(f"Gemma's layout has no place for a turn of '{message.role}'.")
             texts = [item["content"] for item in message.content]
             if message.role == "system":
-                system = _joined(texts, ["\n\n"])
+                system = _joined(system, _joined(texts, ["\n\n"]))
                 continue
             texts = _stripped(texts)
             if message.role == "user":
@@ -140,10 +153,12 @@ class GemmaChatTemplate(PromptTemplateInterface):
             before, after = self.template[message.role]
             texts = _joined([before], texts)
             is_open = inference and message.role == "assistant" and i == len(messages) - 1
-            if not is_open:
+            if not is_open:  # the model continues an open turn
                 texts = _joined(texts, [after])
             content = [{"type": "text", "content": text} for text in texts]
             formatted.append(Message(role=message.role, content=content, masked=message.masked))
+        if system:
+            raise DataError("Gemma's layout has no place for a system message without a later turn of the user.")
         return formatted
 
 

@@ -83,7 +83,14 @@ SPEC = family("gemma2", FORMAT, hf_names(InterleaveRope(), NORMS), model_types=(
 
 
 def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, **numbers: Any) -> Description:
-    """Make a description with Gemma 2's settings; ``numbers`` are further fields."""
+    """Make a description with Gemma 2's settings.
+
+    Args:
+        num_layers: number of layers.
+        embed_dim: width of the residual stream.
+        full_every: every n-th layer has full attention, the others a sliding window.
+        **numbers: further fields, which replace Gemma 2's; with ``window`` 0 or None, no layer has a window.
+    """
     common = {
         "head_dim": 256,
         "max_seq_len": 8192,
@@ -102,14 +109,15 @@ def gemma2_description(num_layers: int, embed_dim: int, *, full_every: int = 2, 
     return FORMAT.describe(num_layers=num_layers, embed_dim=embed_dim, window_layers=layers, **values)
 
 
-_gemma2 = partial(gemma2_description, vocab_size=256_000)
-
 SIZES = {
-    "gemma2_2b": _gemma2(26, 2304, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
-    "gemma2_9b": _gemma2(42, 3584, intermediate_dim=14_336, num_heads=16, num_kv_heads=8),
-    "gemma2_27b": _gemma2(
+    "gemma2_2b": gemma2_description(26, 2304, vocab_size=256_000, intermediate_dim=9216, num_heads=8, num_kv_heads=4),
+    "gemma2_9b": gemma2_description(
+        42, 3584, vocab_size=256_000, intermediate_dim=14_336, num_heads=16, num_kv_heads=8
+    ),
+    "gemma2_27b": gemma2_description(
         46,
         4608,
+        vocab_size=256_000,
         intermediate_dim=36_864,
         num_heads=32,
         num_kv_heads=16,

@@ -64,7 +64,7 @@ SPEC = family(
     "gemma3", FORMAT, hf_names(Identity(), NORMS), architectures=("Gemma3ForCausalLM", "Gemma3TextForCausalLM")
 )
 
-_gemma3 = partial(
+_describe = partial(
     gemma2_description,
     full_every=6,
     max_seq_len=131_072,
@@ -80,7 +80,7 @@ _gemma3 = partial(
 )
 
 SIZES = {
-    "gemma3_1b": _gemma3(
+    "gemma3_1b": _describe(
         26,
         1152,
         intermediate_dim=6912,
@@ -91,9 +91,9 @@ SIZES = {
         rope_scaling=None,
         window=512,
     ),
-    "gemma3_4b": _gemma3(34, 2560, intermediate_dim=10_240, num_heads=8, num_kv_heads=4),
-    "gemma3_12b": _gemma3(48, 3840, intermediate_dim=15_360, num_heads=16, num_kv_heads=8),
-    "gemma3_27b": _gemma3(
+    "gemma3_4b": _describe(34, 2560, intermediate_dim=10_240, num_heads=8, num_kv_heads=4),
+    "gemma3_12b": _describe(48, 3840, intermediate_dim=15_360, num_heads=16, num_kv_heads=8),
+    "gemma3_27b": _describe(
         62,
         5376,
         intermediate_dim=21_504,

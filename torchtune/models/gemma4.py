@@ -29,6 +29,7 @@ def read_gemma4(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
     window_layers = _read_window_layers(fields, num_layers)
     num_shared = fields.take("num_kv_shared_layers", 0)
+    # Only layers that share keys and values have the wider feed-forward.
     is_double_wide = bool(fields.take("use_double_wide_mlp", False) and num_shared)
     layer_embed_dim = fields.take("hidden_size_per_layer_input", 256)
     layer_embed_vocab = fields.take("vocab_size_per_layer_input", 262_144)
@@ -43,7 +44,7 @@ def read_gemma4(fields: Fields) -> dict[str, Any]:
         "layer_embed_vocab": layer_embed_vocab if layer_embed_dim else 0,
     }
     if not window_layers:
-        values["window"] = None
+        values["window"] = None  # Description refuses a size of windows without layers
     values |= _read_full_heads(fields, window_layers)
     values |= _read_experts(fields, is_double_wide)
     return values
@@ -129,7 +130,7 @@ def write_gemma4(d: Description) -> dict[str, Any]:
         "num_kv_shared_layers": d.shared_kv_layers,
         "use_double_wide_mlp": d.shared_kv_intermediate_dim > 0,
         "hidden_size_per_layer_input": d.layer_embed_dim,
-        "vocab_size_per_layer_input": d.layer_embed_vocab or d.vocab_size,
+        "vocab_size_per_layer_input": d.layer_embed_vocab or d.vocab_size,  # no effect without per-layer embeddings
         "enable_moe_block": d.num_experts > 0,
     }
     if d.num_experts:

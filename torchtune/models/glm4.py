@@ -3,8 +3,6 @@
 Norms before and after attention and feed-forward. RoPE rotates neighboring channels in the first half of a head.
 """
 
-from functools import partial
-
 from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
@@ -38,17 +36,17 @@ FORMAT = HFFormat(
 )
 SPEC = family("glm4", FORMAT, hf_names(Identity(), NORMS, fused=("gate_up",)))
 
-_glm4 = partial(
-    FORMAT.describe,
-    vocab_size=151_552,
-    max_seq_len=32_768,
-    head_dim=128,
-    rope_dim=64,
-    norm_eps=1e-5,
-)
+_COMMON = {
+    "vocab_size": 151_552,
+    "max_seq_len": 32_768,
+    "head_dim": 128,
+    "rope_dim": 64,
+    "norm_eps": 1e-5,
+}
 
 SIZES = {
-    "glm4_9b_0414": _glm4(
+    "glm4_9b_0414": FORMAT.describe(
+        **_COMMON,
         num_layers=40,
         embed_dim=4096,
         intermediate_dim=13_696,
@@ -58,7 +56,9 @@ SIZES = {
         k_bias=True,
         v_bias=True,
     ),
-    "glm4_32b_0414": _glm4(num_layers=61, embed_dim=6144, intermediate_dim=23_040, num_heads=48, num_kv_heads=8),
+    "glm4_32b_0414": FORMAT.describe(
+        **_COMMON, num_layers=61, embed_dim=6144, intermediate_dim=23_040, num_heads=48, num_kv_heads=8
+    ),
 }
 BUILDERS = model_builders(__name__, "GLM-4", SPEC, SIZES)
 glm4_9b_0414 = BUILDERS["glm4_9b_0414"]

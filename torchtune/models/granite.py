@@ -4,7 +4,6 @@ Llama's architecture with constant factors of embeddings, residuals, attention s
 parametrization (https://arxiv.org/abs/2203.03466).
 """
 
-from functools import partial
 from typing import Any
 
 from torchtune.models._builders import model_builders
@@ -48,19 +47,19 @@ FORMAT = HFFormat(
 )
 SPEC = family("granite", FORMAT, hf_names(Identity()))
 
-_granite = partial(
-    FORMAT.describe,
-    num_layers=40,
-    max_seq_len=131_072,
-    num_heads=32,
-    num_kv_heads=8,
-    embed_scale=12.0,
-    residual_scale=0.22,
-    tie_word_embeddings=True,
-)
+_COMMON = {
+    "num_layers": 40,
+    "max_seq_len": 131_072,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "embed_scale": 12.0,
+    "residual_scale": 0.22,
+    "tie_word_embeddings": True,
+}
 
 SIZES = {
-    "granite3_1_2b": _granite(
+    "granite3_1_2b": FORMAT.describe(
+        **_COMMON,
         vocab_size=49_155,
         embed_dim=2048,
         intermediate_dim=8192,
@@ -68,7 +67,8 @@ SIZES = {
         hidden_scale=1 / 8,
         attn_scale=0.015625,
     ),
-    "granite3_1_8b": _granite(
+    "granite3_1_8b": FORMAT.describe(
+        **_COMMON,
         vocab_size=49_155,
         embed_dim=4096,
         intermediate_dim=12_800,

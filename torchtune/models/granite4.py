@@ -23,7 +23,7 @@ from torchtune.models.granite import read_multipliers, write_multipliers
 def _read(fields: Fields) -> dict[str, Any]:
     num_layers = fields.take("num_hidden_layers")
     layer_types = fields.layer_types(num_layers)
-    mixer_layers = tuple(range(num_layers))
+    mixer_layers = tuple(range(num_layers))  # without layer_types, as in transformers
     if layer_types is not None:
         mixer_layers = layers_of_type(layer_types[:num_layers], "linear_attention")
     has_rope = fields.choice("position_embedding_type", {"rope": True, "nope": False, "none": False}, "none")
@@ -32,6 +32,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     return {
         **read_multipliers(fields),
         **_read_experts(fields, shared_dim),
+        # The shared expert is the feed-forward of a dense model; intermediate_size is the width of an expert.
         "intermediate_dim": shared_dim,
         "mixer": read_mamba(fields, expand * fields.take("hidden_size")) if mixer_layers else None,
         "mixer_layers": mixer_layers,
@@ -59,7 +60,7 @@ def _read_experts(fields: Fields, shared_dim: int) -> dict[str, Any]:
 def _write(d: Description) -> dict[str, Any]:
     config = {
         **write_multipliers(d),
-        "intermediate_size": d.expert_dim or d.intermediate_dim,
+        "intermediate_size": d.expert_dim or d.intermediate_dim,  # no effect without experts
         "shared_intermediate_size": d.intermediate_dim,
         "position_embedding_type": None if d.unrotated_layers else "rope",
         "layer_types": write_layer_types(d.num_layers, d.mixer_layers, "mamba", other="attention"),

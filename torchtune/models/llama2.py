@@ -6,7 +6,6 @@ The decoder that other families modify: norms before attention and feed-forward,
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torchtune._lazy import former_package
@@ -21,12 +20,21 @@ from torchtune.tokenizers import SentencePieceChatTokenizer
 
 SPEC = family("llama2", LLAMA, HF_INTERLEAVED, formats={"meta": META, "gguf": GGUF}, model_types=("LLAMA2", "REWARD"))
 
-_llama2 = partial(Description, vocab_size=32_000, max_seq_len=4096)
+_COMMON = {
+    "vocab_size": 32_000,
+    "max_seq_len": 4096,
+}
 
 SIZES = {
-    "llama2_7b": _llama2(num_layers=32, embed_dim=4096, intermediate_dim=11_008, num_heads=32, num_kv_heads=32),
-    "llama2_13b": _llama2(num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40),
-    "llama2_70b": _llama2(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64, num_kv_heads=8),
+    "llama2_7b": Description(
+        **_COMMON, num_layers=32, embed_dim=4096, intermediate_dim=11_008, num_heads=32, num_kv_heads=32
+    ),
+    "llama2_13b": Description(
+        **_COMMON, num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40
+    ),
+    "llama2_70b": Description(
+        **_COMMON, num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64, num_kv_heads=8
+    ),
 }
 REWARD_SIZES = {"llama2_reward_7b": replace(SIZES["llama2_7b"], num_classes=1)}
 BUILDERS = {

@@ -4,7 +4,6 @@ Llama 2 with a larger vocabulary and RoPE base, and grouped queries at every siz
 Its format also reads any other ``config.json`` of Llama's architecture.
 """
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -27,11 +26,16 @@ SPEC = family(
     model_types=("LLAMA3", "LLAMA2", "LLAMA3_2"),  # also reads any Llama by its config.json,
 )
 
-_llama3 = partial(Description, vocab_size=128_256, max_seq_len=8192, num_kv_heads=8, rope_base=500_000.0)
+_COMMON = {
+    "vocab_size": 128_256,
+    "max_seq_len": 8192,
+    "num_kv_heads": 8,
+    "rope_base": 500_000.0,
+}
 
 SIZES = {
-    "llama3_8b": _llama3(num_layers=32, embed_dim=4096, intermediate_dim=14_336, num_heads=32),
-    "llama3_70b": _llama3(num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
+    "llama3_8b": Description(**_COMMON, num_layers=32, embed_dim=4096, intermediate_dim=14_336, num_heads=32),
+    "llama3_70b": Description(**_COMMON, num_layers=80, embed_dim=8192, intermediate_dim=28_672, num_heads=64),
 }
 BUILDERS = model_builders(__name__, "Llama 3", SPEC, SIZES)
 llama3_8b = BUILDERS["llama3_8b"]

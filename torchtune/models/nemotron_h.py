@@ -96,10 +96,10 @@ def _prepare(config: Mapping[str, Any]) -> dict[str, Any]:
     block_types = config.pop("layers_block_type", None)
     layer_types = config.pop("layer_types", None)
     kinds = block_types or layer_types
-    pattern = config.get("hybrid_override_pattern") or "ME*-"
-    if kinds is not None:
+    pattern = config.get("hybrid_override_pattern") or "ME*-"  # the default of transformers
+    if kinds is not None:  # has precedence over the pattern, as in transformers
         is_known = isinstance(kinds, list) and all(isinstance(kind, str) and kind in _LETTERS for kind in kinds)
-        pattern = ""
+        pattern = ""  # refused below
         if is_known:
             pattern = "".join(_LETTERS[kind] for kind in kinds)
     if not isinstance(pattern, str) or not pattern or set(pattern) - _KINDS.keys():

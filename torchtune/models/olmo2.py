@@ -4,8 +4,6 @@ For stable training, norms come after attention and feed-forward, and queries an
 together (https://arxiv.org/abs/2501.00656).
 """
 
-from functools import partial
-
 from torchtune.models._builders import model_builders
 from torchtune.models._hf_config import HFFormat
 from torchtune.models._spec import family
@@ -26,19 +24,26 @@ FORMAT = HFFormat(
 )
 SPEC = family("olmo2", FORMAT, hf_names(Identity(), NORMS))
 
-_olmo2 = partial(
-    FORMAT.describe,
-    vocab_size=100_352,
-    max_seq_len=4096,
-    norm_eps=1e-6,
-    rope_base=500_000.0,
-)
+_COMMON = {
+    "vocab_size": 100_352,
+    "max_seq_len": 4096,
+    "norm_eps": 1e-6,
+    "rope_base": 500_000.0,
+}
 
 SIZES = {
-    "olmo2_1b": _olmo2(num_layers=16, embed_dim=2048, intermediate_dim=8192, num_heads=16, num_kv_heads=16),
-    "olmo2_7b": _olmo2(num_layers=32, embed_dim=4096, intermediate_dim=11_008, num_heads=32, num_kv_heads=32),
-    "olmo2_13b": _olmo2(num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40),
-    "olmo2_32b": _olmo2(num_layers=64, embed_dim=5120, intermediate_dim=27_648, num_heads=40, num_kv_heads=8),
+    "olmo2_1b": FORMAT.describe(
+        **_COMMON, num_layers=16, embed_dim=2048, intermediate_dim=8192, num_heads=16, num_kv_heads=16
+    ),
+    "olmo2_7b": FORMAT.describe(
+        **_COMMON, num_layers=32, embed_dim=4096, intermediate_dim=11_008, num_heads=32, num_kv_heads=32
+    ),
+    "olmo2_13b": FORMAT.describe(
+        **_COMMON, num_layers=40, embed_dim=5120, intermediate_dim=13_824, num_heads=40, num_kv_heads=40
+    ),
+    "olmo2_32b": FORMAT.describe(
+        **_COMMON, num_layers=64, embed_dim=5120, intermediate_dim=27_648, num_heads=40, num_kv_heads=8
+    ),
 }
 BUILDERS = model_builders(__name__, "OLMo 2", SPEC, SIZES)
 olmo2_1b = BUILDERS["olmo2_1b"]

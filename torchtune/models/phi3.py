@@ -5,7 +5,6 @@ and up projections in another.
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 from torch import Tensor
 
@@ -36,10 +35,8 @@ FORMAT = HFFormat(
 )
 SPEC = family("phi3", FORMAT, hf_names(Identity(), fused=("qkv", "gate_up")), model_types=("PHI3_MINI", "PHI4"))
 
-phi3_description = partial(FORMAT.describe)
-
 SIZES = {
-    "phi3_mini": phi3_description(
+    "phi3_mini": FORMAT.describe(
         vocab_size=32_064,
         num_layers=32,
         embed_dim=3072,
@@ -61,7 +58,7 @@ COMPONENTS = component_builders(
     "phi3",
     "Phi-3",
     SPEC,
-    phi3_description,
+    FORMAT.describe,
     ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len"),
     attn_dropout=0.0,
     norm_eps=1e-5,
@@ -197,9 +194,10 @@ def phi3_hf_to_tune(
         num_kv_heads: number of key and value heads; by default ``num_heads``.
         dim: width of the residual stream; by default that of the weights.
     """
-    num_heads = num_heads or 1
+    num_heads = num_heads or 1  # one head as wide as the model, for queries, keys and values of equal sizes
     embed_dim = dim or 4096
-    intermediate_dim = 1
+    intermediate_dim = 1  # of a state dict without feed-forward layers
+    # The conversion splits fused projections by these sizes, which all layers share.
     for name, tensor in state_dict.items():
         if name.endswith("gate_up_proj.weight"):  # [2 * intermediate_dim, embed_dim]
             intermediate_dim = tensor.shape[0] // 2

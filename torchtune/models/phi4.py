@@ -10,8 +10,8 @@ from torchtune._lazy import former_package
 from torchtune.data import PromptTemplateInterface
 from torchtune.models._builders import model_builders
 from torchtune.models._tokenizer_builder import tokenizer_builder
+from torchtune.models.phi3 import FORMAT
 from torchtune.models.phi3 import SPEC as PHI3_SPEC
-from torchtune.models.phi3 import phi3_description
 from torchtune.tokenizers import (
     CL100K_PATTERN,
     ByteLevelBPE,
@@ -23,7 +23,7 @@ from torchtune.tokenizers import (
 SPEC = replace(PHI3_SPEC, name="phi4", model_types=("PHI4", "PHI3_MINI"))
 
 SIZES = {
-    "phi4_14b": phi3_description(
+    "phi4_14b": FORMAT.describe(
         vocab_size=100_352,
         num_layers=40,
         embed_dim=5120,

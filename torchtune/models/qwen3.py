@@ -155,10 +155,14 @@ class Qwen3Tokenizer(Qwen2_5Tokenizer):
         self.thinking = thinking
 
     def _prepare(self, messages: list[Message], closed: bool) -> tuple[list[Message], list[str]]:
+        """Return the turns to write, and the reasoning that the layout adds before each turn's text.
+
+        ``closed``: the last turn is complete, for training; otherwise a model continues it.
+        """
         if self.thinking is None:
             return messages, [""] * len(messages)
         last = len(messages) - 1
-        last_question = last
+        last_question = last  # without a question, no reasoning is written
         for i, message in enumerate(messages):  # responses of tools are in turns of the user, too
             text = message.text_content
             is_tool_response = text.startswith("<tool_response>") and text.endswith("</tool_response>")

@@ -84,6 +84,7 @@ class QwenImageProcessor(ImageProcessor):
         num_frames, fps = video
         # The limits of pixels are for each frame, or for all frames together.
         limited_frames = 1 if self.tokens_per_second else num_frames
+        # As in transformers, the frames of a video with a shorter side than a token are enlarged to it beforehand.
         scale = self.patch_size * self.merge / min(width, height)
         if limited_frames > 1 and scale > 1:
             width = int(width * scale)
@@ -91,12 +92,13 @@ class QwenImageProcessor(ImageProcessor):
         plan = self.plan_for_size(*(self.video or self)._resized(width, height, limited_frames))
         texts = []
         for first in range(0, num_frames, self.frames):
-            last = min(first + self.frames, num_frames) - 1
-            time = (first / fps + last / fps) / 2
+            last = min(first + self.frames, num_frames) - 1  # the last patch may have fewer frames
+            time = (first / fps + last / fps) / 2  # in seconds, the middle of the patch's frames
             texts.append(f"<{time:.1f} seconds>")
         plan = self.plan_for_frames(plan, texts)
         if not self.tokens_per_second:
             return plan
+        # All tokens follow one another without texts: the positions say how much time passes between frames.
         return plan._replace(texts=("",), step=self.tokens_per_second * (self.frames / fps))
 
     def _resized(self, width: int, height: int, num_frames: int = 1) -> tuple[int, int]:

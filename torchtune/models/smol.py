@@ -3,15 +3,13 @@
 Llama's architecture without RoPE scaling, in small sizes (https://arxiv.org/abs/2502.02737).
 """
 
-from functools import partial
-
 from torchtune._lazy import former_package
 from torchtune.models._builders import component_builders, model_builders
 from torchtune.models._description import Description
 from torchtune.models._hf_config import LLAMA
 from torchtune.models._spec import family
 from torchtune.models._weight_names import GGUF, HF_INTERLEAVED, META
-from torchtune.models.llama3_1 import llama3_scaled
+from torchtune.models.llama3_1 import describe_with_rope_scaling
 
 SPEC = family(
     "smol",
@@ -21,15 +19,34 @@ SPEC = family(
     model_types=("SMOLLM2", "LLAMA3", "LLAMA3_2", "LLAMA2"),
 )
 
-_smollm2 = partial(
-    Description, vocab_size=49_152, max_seq_len=8192, head_dim=64, rope_base=100_000.0, tie_word_embeddings=True
-)
+_COMMON = {
+    "vocab_size": 49_152,
+    "max_seq_len": 8192,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 
 SIZES = {
-    "smollm2_135m": _smollm2(num_layers=30, embed_dim=576, intermediate_dim=1536, num_heads=9, num_kv_heads=3),
-    "smollm2_360m": _smollm2(num_layers=32, embed_dim=960, intermediate_dim=2560, num_heads=15, num_kv_heads=5),
-    "smollm2_1_7b": _smollm2(
-        num_layers=24, embed_dim=2048, intermediate_dim=8192, num_heads=32, num_kv_heads=32, rope_base=130_000.0
+    "smollm2_135m": Description(
+        **_COMMON, num_layers=30, embed_dim=576, intermediate_dim=1536, num_heads=9, num_kv_heads=3, rope_base=100_000.0
+    ),
+    "smollm2_360m": Description(
+        **_COMMON,
+        num_layers=32,
+        embed_dim=960,
+        intermediate_dim=2560,
+        num_heads=15,
+        num_kv_heads=5,
+        rope_base=100_000.0,
+    ),
+    "smollm2_1_7b": Description(
+        **_COMMON,
+        num_layers=24,
+        embed_dim=2048,
+        intermediate_dim=8192,
+        num_heads=32,
+        num_kv_heads=32,
+        rope_base=130_000.0,
     ),
 }
 BUILDERS = model_builders(__name__, "SmolLM2", SPEC, SIZES)
@@ -48,7 +65,7 @@ COMPONENTS = component_builders(
     "smollm2",
     "SmolLM 2",
     SPEC,
-    llama3_scaled,
+    describe_with_rope_scaling,
     ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim"),
     max_seq_len=8192,
     vocab_size=49_152,

@@ -97,6 +97,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(f"num_heads ({num_heads}) must be a multiple of num_kv_heads ({num_kv_heads}).")
         if not 0.0 <= attn_dropout <= 1.0:
             raise ValueError(f"attn_dropout must lie in [0, 1], got {attn_dropout}.")
+        # Without k_proj, the keys come from another layer, which has normalized them.
         if k_proj is not None and (q_norm is None) != (k_norm is None):
             raise ValueError("q_norm and k_norm must be given together.")
         self.num_heads = num_heads
@@ -118,7 +119,7 @@ class MultiHeadAttention(nn.Module):
         self.chunk = chunk
         self.qk_norm_eps = qk_norm_eps
         self.kv_cache = kv_cache
-        self.cache_enabled = kv_cache is not None
+        self.cache_enabled = kv_cache is not None  # disable_kv_cache clears it, and keeps the cache
         self.q_proj = q_proj
         self.k_proj = k_proj
         self.v_proj = v_proj
@@ -183,7 +184,7 @@ class MultiHeadAttention(nn.Module):
         """
         y = x if y is None else y
         q = self.q_proj(x)  # [b, s, n * h]
-        gate = None
+        gate = None  # applied to the output of attention
         if self.gated:
             q = q.unflatten(-1, (-1, 2 * self.head_dim))  # [b, s, n, 2h]: for each head the query, then its gate
             q, gate = q.chunk(2, dim=-1)  # [b, s, n, h]
@@ -222,9 +223,9 @@ class MultiHeadAttention(nn.Module):
             softcap=self.softcap,
             **options,
         )
-        if blocks:
+        if blocks:  # attention above is causal, also in these blocks, whose outputs are computed again
             out = self._attend_in_blocks(out, q, k, v, blocks, dropout_p)
-        out = out.flatten(-2).to(x.dtype)  # [b, s, n * h]
+        out = out.flatten(-2).to(x.dtype)  # [b, s, n * h], until here in the dtype of the keys
         if gate is not None:
             out = out * gate.sigmoid()
         out = self.output_proj(out)  # [b, s, d]
@@ -240,15 +241,17 @@ class MultiHeadAttention(nn.Module):
         Args:
             out: outputs of causal attention ``[b, s, n, h]``.
             q: queries ``[b, s, n, h]``.
-            k: keys ``[b, s, n_kv, h]``.
-            v: values ``[b, s, n_kv, h]``.
+            k: keys ``[b, t, n_kv, h]``; the first s are those of the queries' positions.
+            v: values ``[b, t, n_kv, h]``.
             blocks: (start of the document, start, end) of each block, in positions of the flattened batch.
             dropout_p: dropout probability of attention weights.
         """
-        window = self.window or q.shape[1]
+        window = self.window or q.shape[1]  # without a window, one as wide as the row
+        # A cache may have room for further positions, t > s, but blocks count those of the input.
+        num_positions = q.shape[1]
         q_flat = q.flatten(0, 1)  # [b * s, n, h]
-        k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
-        v_flat = v.flatten(0, 1)
+        k_flat = k[:, :num_positions].flatten(0, 1)  # [b * s, n_kv, h]
+        v_flat = v[:, :num_positions].flatten(0, 1)
         block_outputs = []
         block_positions = []
         for document_start, start, end in blocks:
@@ -256,7 +259,9 @@ class MultiHeadAttention(nn.Module):
             first_key = max(document_start, start - window + 1)
             query_positions = torch.arange(start, end, device=q.device)
             key_positions = torch.arange(first_key, end, device=q.device)
+            # The window limits earlier keys alone: later keys up to the end of the block are visible.
             mask = key_positions > query_positions[:, None] - window  # [queries, keys]
+            # Not `self.attention`: context parallelism, which replaces it, is not for models with blocks.
             block_output = attention(
                 q_flat[None, start:end],
                 k_flat[None, first_key:end],
@@ -273,7 +278,10 @@ class MultiHeadAttention(nn.Module):
         return out_flat.index_copy(0, positions, outputs).view_as(out)
 
     def _project_keys(self, y: Tensor, input_pos: Tensor | None, rope: tuple[Tensor, Tensor] | None) -> Keys:
-        """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input."""
+        """Keys and values ``[b, t, n_kv, h]``: from the cache, then from the input.
+
+        The cache is extended by the input, and may also return positions that are not filled yet; the mask hides them.
+        """
         if self.k_proj is None:
             raise ValueError("This layer has no keys and values: give it those of another layer as keys=.")
         projected_keys = self.k_proj(y)  # [b, t, n_kv * h]
@@ -396,17 +404,17 @@ class LatentAttention(MultiHeadAttention):
         super().__init__(
             embed_dim=embed_dim,
             num_heads=num_heads,
-            num_kv_heads=num_heads,
+            num_kv_heads=num_heads,  # every head has its own key and value, projected from the shared latent
             head_dim=max(key_dim, value_dim),  # kernels take queries, keys and values of one size
             q_proj=q_proj,
-            k_proj=None,
+            k_proj=None,  # kv_down_proj and kv_proj make keys and values
             v_proj=None,
             output_proj=output_proj,
             pos_embeddings=pos_embeddings,
             max_seq_len=max_seq_len,
             attn_dropout=attn_dropout,
             is_causal=is_causal,
-            scale=key_dim**-0.5 if scale is None else scale,
+            scale=key_dim**-0.5 if scale is None else scale,  # the default of the base class is of head_dim
             growth=growth,
         )
         self.key_dim = key_dim
@@ -438,7 +446,7 @@ class LatentAttention(MultiHeadAttention):
     ) -> Tensor:
         """Compute attention ``[b, s, d]``; see :meth:`MultiHeadAttention.forward` for the arguments."""
         y = x if y is None else y
-        q = self._queries(x, input_pos, rope)  # [b, s, n, h]
+        q = self._queries(x, input_pos, rope)  # [b, s, n, h], scaled already
         latent, shared_channels = self.kv_down_proj(y).split([self.kv_dim, self.rope_dim], dim=-1)
         latent = self.kv_down_norm(latent)  # [b, t, c]
         # Rotation takes heads, [b, t, 1, r]: all heads share these channels.
@@ -446,9 +454,10 @@ class LatentAttention(MultiHeadAttention):
         latents = torch.cat((latent, shared_channels), dim=-1)  # [b, t, c + r]
         if self.kv_cache is not None and self.cache_enabled:
             keys = latents[:, None]  # [b, 1, t, c + r]: the cache has one key head
-            no_values = keys[..., :0]
+            no_values = keys[..., :0]  # values are projected from the cached latents as well
             cached_keys, _ = self.kv_cache.update(keys, no_values)
             latents = cached_keys[:, 0].to(x.dtype)
+            # Decoding, see the class. The mask alone says which latents a single query sees.
             if x.shape[1] == 1 and self._is_matrix_product(self.kv_proj):
                 attended = self._attend_to_latents(q, latents, mask)  # [b, 1, n, v]
                 return self.output_proj(attended.flatten(-2))
@@ -522,7 +531,7 @@ class LatentAttention(MultiHeadAttention):
         queries = queries * (latents.shape[-1] / self.head_dim) ** 0.5
         keys = latents.unsqueeze(2)  # [b, t, 1, c + r], which are the values as well
         attended = self.attention(queries, keys, keys, mask=mask)
-        attended = attended[..., : self.kv_dim]  # [b, 1, n, c]
+        attended = attended[..., : self.kv_dim]  # [b, 1, n, c]: the rotated channels belong to keys alone
         return torch.einsum("bsnc,nvc->bsnv", attended, value_matrices)
 
 
@@ -570,6 +579,8 @@ def packed_block_causal_mask(seq_lens: list[Tensor]) -> MaskType:
                  [0, 1, 0],
                  [0, 1, 1]]], dtype=torch.int32)
     """
+    # Flex attention is compiled on CUDA alone. Elsewhere it would materialize all scores, beside which a bool mask is
+    # small.
     if seq_lens[0].device.type != "cuda":
         return create_block_causal_mask(seq_lens)
     from torch.nn.attention.flex_attention import create_block_mask

@@ -341,8 +341,10 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
         >>> get_conversions(model)
         [<torchtune.modules.peft.conversion.LoRA ...>]
     """
+    # All checks come before the first change, so that an error leaves the model unchanged.
     for conversion in conversions:
         _check_member(conversion)
+    # In the order of phases, as the keys of _FORBIDDEN are.
     all_conversions = _sort_by_phase([*get_conversions(model), *conversions])
     for first, second in combinations(all_conversions, 2):
         reason = _FORBIDDEN.get((first.phase, second.phase))
@@ -361,12 +363,13 @@ def apply_conversions(model: nn.Module, conversions: Sequence[Conversion]) -> li
                 f"model_converters: {_name(conversion)}.convert returned {type(report).__name__}, "
                 "it must return a ConversionReport."
             )
+        # After each one, so that the record is right if the next one raises.
         applied = [*applied, conversion]
         model.conversions = applied
-        has_effect = report.replaced or report.num_parameters
+        has_effect = report.replaced or report.num_parameters  # a conversion without an effect is probably a mistake
         log_rank_zero(get_logger(), str(report), logging.INFO if has_effect else logging.WARNING)
         reports.append(report)
-    model.conversions = applied
+    model.conversions = applied  # also without any conversion
     return reports
 
 
@@ -470,16 +473,18 @@ def nearest_module_names(wanted: str, paths: Sequence[str], count: int = 3) -> l
     by_leaf = {}
     for template in templates:
         _, _, leaf = template.rpartition(".")
-        by_leaf[leaf] = template
+        by_leaf[leaf] = template  # one example of each last component
     _, _, wanted_leaf = wanted.rpartition(".")
+    # A name of transformers or peft has an exact counterpart, so that no guess by similarity is needed.
     translated = by_leaf.get(_NAMES_IN_TRANSFORMERS.get(wanted_leaf, ""))
     if translated is not None:
         return [translated]
-    # Leaves first: they decide more often than whole paths, which are similar to each other.
+    # Leaves first: they decide more often than whole paths, which are similar to each other. Whole paths differ from a
+    # wanted last component in most characters, so that their cutoff is lower.
     nearest = [by_leaf[leaf] for leaf in get_close_matches(wanted_leaf, by_leaf, n=count, cutoff=0.5)]
     for template in get_close_matches(wanted, templates, n=count, cutoff=0.3):
         if template not in nearest:
             nearest.append(template)
-    if not nearest:
+    if not nearest:  # the first names at least show what names look like
         nearest = templates
     return nearest[:count]

@@ -43,6 +43,7 @@ class VocabularyGrowth:
             ``[n, ...]``: the mean of the rows of the description's tokens; without a description, the mean of all rows
             of tokens.
         """
+        # By blocks of rows, so that no float32 copy of the whole weight is in memory.
         block_sums = []
         for start in range(0, self.first_new, _ROWS_AT_A_TIME):
             end = min(start + _ROWS_AT_A_TIME, self.first_new)
@@ -51,7 +52,7 @@ class VocabularyGrowth:
         mean = sum(block_sums) / self.first_new
         initial = mean.expand(num_new, *mean.shape).clone()
         for index, token_ids in enumerate(self.descriptions):
-            if not token_ids:
+            if not token_ids:  # this row keeps the mean of all
                 continue
             rows = []
             for token_id in token_ids:
@@ -114,7 +115,7 @@ def resize_token_embeddings(
     first_new = old_rows if num_trained is None else num_trained
     growth = VocabularyGrowth(
         rows_in_files=old_rows,
-        first_new=min(first_new, num_embeddings),
+        first_new=min(first_new, num_embeddings),  # a smaller vocabulary has no new rows
         descriptions=tuple(tuple(token_ids) for token_ids in descriptions),
     )
     for name in vocabulary_weights(model):
@@ -126,9 +127,9 @@ def resize_token_embeddings(
             module.num_embeddings = num_embeddings
         else:
             module.out_features = num_embeddings
-    model.vocabulary_growth = growth
+    model.vocabulary_growth = growth  # with it, loading onto the meta device initializes the rows that files lack
     description = getattr(model, "description", None)
-    if description is not None:
+    if description is not None:  # checkpoints record the description's size
         sizes = {"vocab_size": num_embeddings}
         if getattr(model, "layer_embeddings", None) is not None:
             sizes["layer_embed_vocab"] = num_embeddings

@@ -136,17 +136,17 @@ class KVCache(nn.Module):
         assert self.cache_pos[0] + seq_len <= max_seq_len, (
             f"The cache holds {max_seq_len} positions, too few for {seq_len} more: make it larger."
         )
-        columns = self.cache_pos[:seq_len]
+        columns = self.cache_pos[:seq_len]  # a tensor, so that a compiled step serves all positions
         keys = self.k_cache[:batch_size]  # views [b', n_kv, max_seq_len, h]
         values = self.v_cache[:batch_size]
         keys.index_copy_(2, columns, k_val.to(keys.dtype))
         values.index_copy_(2, columns, v_val.to(values.dtype))
         self.cache_pos.add_(seq_len)
-        return keys, values
+        return keys, values  # with unfilled positions, which the caller masks: the shape is the same at every step
 
     def _update_at(self, place: Place, k_val: Tensor, v_val: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values ``[b', n_kv, s, h]`` at a place, and return those that attention reads."""
-        if place.column is not None:
+        if place.column is not None:  # a step of decoding, one token for every row
             self.k_cache.index_copy_(2, place.column, k_val.to(self.k_cache.dtype))
             self.v_cache.index_copy_(2, place.column, v_val.to(self.v_cache.dtype))
             return self.k_cache, self.v_cache
@@ -156,7 +156,7 @@ class KVCache(nn.Module):
             values = v_val[0].transpose(0, 1)
             self.k_cache[place.rows, :, place.columns] = keys.to(self.k_cache.dtype)
             self.v_cache[place.rows, :, place.columns] = values.to(self.v_cache.dtype)
-            return k_val, v_val
+            return k_val, v_val  # nothing was cached before: prompts attend to themselves
         # Consecutive rows, whose new positions begin in one column.
         rows = slice(place.row, place.row + k_val.shape[0])
         end = place.end + k_val.shape[2]

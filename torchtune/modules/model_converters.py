@@ -74,7 +74,8 @@ class FlashAttentionKernel(Conversion):
         for path, module in model.named_modules():
             if not isinstance(module, MultiHeadAttention):
                 continue
-            # The layer's kernel on CUDA, within documents. VARLEN alone is flash attention.
+            # The layer's kernel on CUDA, within documents; without a card, that of an H100. VARLEN alone is flash
+            # attention.
             kernel = choose_kernel(
                 torch.device("cuda"),
                 next(module.parameters()).dtype,
@@ -85,13 +86,13 @@ class FlashAttentionKernel(Conversion):
             )
             if kernel is Kernel.VARLEN:
                 paths.append(path)
-                largest_head_dim = max(largest_head_dim, module.head_dim)
+                largest_head_dim = max(largest_head_dim, module.head_dim)  # that the kernel must take
         if not paths:
             raise ConversionError(
                 "FlashAttentionKernel: flash attention runs no layer of this model (it takes dtype bf16 or fp16, heads "
                 "of at most 256, no soft cap and no sinks): remove it from model_converters."
             )
-        if not is_simulated():
+        if not is_simulated():  # a simulated run plans for another machine
             self._activate(largest_head_dim)
         return ConversionReport(self.kernel, paths)
 
@@ -109,6 +110,7 @@ class FlashAttentionKernel(Conversion):
             )
         try:
             attention.activate_flash_attention_impl(self.kernel)
+        # Torch lacks the function or the name of the kernel, or the package cannot be imported or registered.
         except (AttributeError, ImportError, RuntimeError) as error:
             raise ConversionError(
                 f"FlashAttentionKernel: torch {torch.__version__} cannot use {self.kernel} ({error}): see "
@@ -202,7 +204,7 @@ class Freeze(Conversion):
                 "['layers.(2[0-9])', norm]."
             )
         self.patterns = list(patterns)
-        for pattern in self.patterns:
+        for pattern in self.patterns:  # before a model is built; convert compiles them as part of an expression
             try:
                 re.compile(pattern)
             except re.error as error:
@@ -224,6 +226,7 @@ class Freeze(Conversion):
                     "Freeze: the model has adapters, beside which all weights are frozen already: choose layers with "
                     "target_modules and train_modules of torchtune.modules.peft.LoRA."
                 )
+        # Weights that are frozen already, such as quantized ones, stay so and are not counted.
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         matching: set[str] = set()
         for pattern in self.patterns:
@@ -243,7 +246,7 @@ class Freeze(Conversion):
             )
         for name in frozen:
             trainable[name].requires_grad_(False)
-        modules = {}  # in the order of the model, each one once
+        modules = {}  # with a frozen weight, in the order of the model, each one once
         num_parameters = 0
         num_trained = 0
         for name, parameter in trainable.items():

@@ -444,26 +444,28 @@ class DeepFusionModel(FusionModel):
             ValueError: ``encoder_mask`` has a wrong shape or dtype, or is passed without ``encoder_input``; further
                 cases in :meth:`torchtune.modules.TransformerDecoder.forward`.
         """
-        x = input_embeds if tokens is None else tokens  # [b, s] or [b, s, d]
+        x = input_embeds if tokens is None else tokens  # [b, s] or [b, s, d], for its batch size and length
         if encoder_input is not None:
-            images = encoder_input.get("images", encoder_input)  # other arguments than `images` count as one
+            # An encoder may name its input otherwise: arguments without `images` are never an empty batch.
+            images = encoder_input.get("images", encoder_input)
             is_empty = isinstance(images, Tensor) and images.numel() == 0
-            if images is None or is_empty:
+            if images is None or is_empty:  # a batch without images, which may come with a mask of no columns
                 encoder_input = None
                 encoder_mask = None
 
         features = None  # [b, t, d]
         if encoder_input is not None:
             features = self.encoder(**encoder_input)
-        elif not self.caches_are_enabled():
+        elif not self.caches_are_enabled():  # else the layers read the cached images
             if encoder_mask is not None:
                 raise ValueError(
                     "encoder_mask says which images a token sees: give encoder_input, the images, as well."
                 )
-            if self.needs_blank_image():
+            if self.needs_blank_image():  # ranks of FSDP run the encoder together, and a frozen decoder needs a graph
                 features, encoder_mask = self._encode_blank_image(x)
 
         if encoder_mask is not None:
+            # The number of cached features is not known here: a mask of them may have any number of columns.
             num_features = encoder_mask.shape[-1] if features is None else features.shape[1]
             mask_shape = (*x.shape[:2], num_features)
             if encoder_mask.dtype != torch.bool or tuple(encoder_mask.shape) != mask_shape:
@@ -577,6 +579,7 @@ class ImageTextModel(FusionModel):
         if images is not None and images.grids:
             images = self._with_places(images, tokens, documents)
             features, *further_features = self.encoder(images)  # each [n, d], for n image tokens
+            # Documents with the same images share features, and a rank of context parallelism has some of their tokens.
             if images.features is not None:
                 features = features[images.features]
                 further_features = [layer_features[images.features] for layer_features in further_features]
@@ -589,6 +592,7 @@ class ImageTextModel(FusionModel):
             if self.image_blocks:
                 blocks = _image_blocks(images.places, _document_lengths(tokens, documents))
         elif self.needs_blank_image():
+            # Ranks of FSDP run the tower together, and with a frozen decoder the loss needs a graph.
             blank_features = self.encoder(self.encoder.blank(h.device))
             sum_of_features = sum(layer_features.sum() for layer_features in blank_features)
             # A product with zero connects the tower to the loss without changing it.
@@ -620,7 +624,7 @@ class ImageTextModel(FusionModel):
         """
         all_tokens = tokens.flatten()  # [b * s]
         merge = self.encoder.merge
-        if images.places is None:
+        if images.places is None:  # collation may have computed places and positions already
             check_placeholders(all_tokens.tolist(), self.image_tokens, images.grids, merge)
             places = self._is_placeholder(all_tokens).nonzero()[:, 0]  # [n]
             images = replace(images, places=places)

@@ -72,7 +72,7 @@ class OptimizerInBackward(OptimizerMap):
             if isinstance(item, tuple):
                 name, parameter = item
             else:
-                name = str(index)
+                name = str(index)  # among all parameters, frozen ones included
                 parameter = item
             if parameter.requires_grad:
                 named.append((name, parameter))
@@ -81,7 +81,7 @@ class OptimizerInBackward(OptimizerMap):
         optim_map = {name: optimizer_cls([parameter], **optimizer_kwargs) for name, parameter in named}
         self.skip_step = False
         super().__init__(optim_map)
-        self._handles = []
+        self._handles = []  # for remove_hooks
         for name, parameter in named:
             hook = self._make_hook(optim_map[name])
             handle = parameter.register_post_accumulate_grad_hook(hook)

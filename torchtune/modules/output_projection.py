@@ -124,7 +124,7 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     module, _, name = base_model_path.rpartition(".")
     try:
         builder = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: a path without a dot has an empty module
         raise UserError(
             f"base_model_path: there is no builder '{base_model_path}' ({error}): write it like "
             "torchtune.models.llama3_2.llama3_2_1b."
@@ -138,7 +138,7 @@ def classifier_model(num_classes: int, base_model_path: str, **base_model_kwargs
     else:
         model.output = ClassifierHead(width, num_classes)
     description = getattr(model, "description", None)
-    if description is not None:
+    if description is not None:  # checkpoints record the description's classes
         if description.num_classes != num_classes:  # another head, whose classes have no names yet
             description = replace(description, num_classes=num_classes, class_names=(), problem_type=None)
         model.description = description

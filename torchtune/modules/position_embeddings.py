@@ -47,7 +47,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, direction: int 
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and launches_kernels(x.device):  # where operators convert dtypes while they read
         return _rotate_in_three_launches(x, cos, sin, layout, direction)
-    if direction < 0:
+    if direction < 0:  # the inverse rotation, for the backward pass
         sin = -sin
     x_float = x.float()
     if layout == "halves":
@@ -395,8 +395,10 @@ class YarnRotaryPositionalEmbeddings(RotaryPositionalEmbeddings):
         if truncate:
             first = math.floor(first)
             last = math.ceil(last)
-        self.ramp = (max(first, 0), min(last, dim - 1))  # channels that are interpolated
-        super().__init__(dim, max_seq_len, base, layout=layout)
+        # Channels that are interpolated. The limit dim - 1 is that of the reference implementation, although there are
+        # dim / 2 channels.
+        self.ramp = (max(first, 0), min(last, dim - 1))
+        super().__init__(dim, max_seq_len, base, layout=layout)  # calls _scale, which reads factor and ramp
         self.magnitude = magnitude
 
     def _scale(self, frequencies: Tensor) -> Tensor:

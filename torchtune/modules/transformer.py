@@ -116,8 +116,8 @@ class TransformerSelfAttentionLayer(nn.Module):
         if self.mask_mod is not None:
             b, s, _ = x.shape
             mask = self.mask_mod(mask, b, s, s)
-        h = x
-        with fast_products(x):
+        h = x  # without attention, the input of the feed-forward
+        with fast_products(x):  # on CPUs where oneDNN is faster, linear layers run its products
             if self.attn is not None:
                 # Arguments that only some layers have: mixers in the place of attention take neither.
                 options: dict[str, Any] = {}
@@ -247,20 +247,20 @@ class TransformerCrossAttentionLayer(nn.Module):
         has_cache = self.attn.cache_enabled and self.attn.kv_cache is not None
         if encoder_input is None and has_cache:
             keys = self.attn.kv_cache.keys_and_values
-        if encoder_input is None and keys is None:
+        if encoder_input is None and keys is None:  # text without images
             return x
         sees_nothing = None  # [b, s, 1]
         if encoder_mask is not None:
             sees_nothing = ~encoder_mask.any(-1, keepdim=True)
             # A softmax without visible keys is NaN: these positions attend to all, and get nothing of it below.
             encoder_mask = encoder_mask | sees_nothing
-        with fast_products(x):
+        with fast_products(x):  # on CPUs where oneDNN is faster, linear layers run its products
             attended = self.attn(self.ca_norm(x), encoder_input, mask=encoder_mask, keys=keys)
             if sees_nothing is not None:
                 attended = attended.masked_fill(sees_nothing, 0.0)
             h = x + self.ca_scale(attended)
             added = self.mlp(self.mlp_norm(h))
-            if sees_nothing is not None:
+            if sees_nothing is not None:  # the feed-forward, too: the layer leaves these positions unchanged
                 added = added.masked_fill(sees_nothing, 0.0)
             return h + self.mlp_scale(added)
 
@@ -282,6 +282,8 @@ class TransformerDecoder(nn.Module):
         hidden_scale: factor of the output projection's input.
         layer_embeddings: per-layer token embeddings.
         kv_sources: index of a layer without keys and values -> index of the earlier layer that shares its own.
+        description: the description of the model, from :func:`torchtune.models.build`.
+        spec: the model family, from :func:`torchtune.models.build`; checkpoints and parallelism read it.
 
     Raises:
         ValueError: ``num_layers`` is set with a list of layers, or missing with a single layer.
@@ -289,8 +291,6 @@ class TransformerDecoder(nn.Module):
     Attributes:
         skip_output_layer: whether :meth:`forward` without ``output=`` returns hidden states. For older recipes only.
         num_output_chunks: see :meth:`set_num_output_chunks`. For older recipes only.
-        description: the description of the model, set by :func:`torchtune.models.build`.
-        spec: the model family, set by :func:`torchtune.models.build`.
 
     Example:
         >>> model(torch.tensor([[5, 40, 7]])).shape  # [b, s, v]
@@ -315,6 +315,8 @@ class TransformerDecoder(nn.Module):
         hidden_scale: float = 1.0,
         layer_embeddings: LayerEmbeddings | None = None,
         kv_sources: Mapping[int, int] | None = None,
+        description: Any = None,
+        spec: Any = None,
     ) -> None:
         super().__init__()
         self.embed_scale = embed_scale
@@ -341,11 +343,12 @@ class TransformerDecoder(nn.Module):
         self.num_output_chunks = 0
         # Set by NEFTune: adds noise to embeddings [b, s, d] in training.
         self.embedding_noise: Callable[[Tensor, Documents | None], Tensor] | None = None
-        self._kernels_are_for: tuple[torch.device, torch.dtype] | None = None
+        self._kernels_are_for: tuple[torch.device, torch.dtype] | None = None  # of the last choice of kernels
+        # Set by setup_caches.
         self.encoder_max_cache_seq_len: int | None = None
         self.decoder_max_cache_seq_len: int | None = None
-        self.description = None
-        self.spec = None
+        self.description = description
+        self.spec = spec
         # Set by resize_token_embeddings: rows of new tokens, which the weight files of the model do not have.
         self.vocabulary_growth: VocabularyGrowth | None = None
 
@@ -476,6 +479,7 @@ class TransformerDecoder(nn.Module):
             raise ValueError("Give either tokens or input_embeds, and not both.")
         if isinstance(tokens, Tensor) and tokens.dim() != 2:
             raise ValueError(f"tokens have the shape {list(tokens.shape)}: give [b, s], or tokens[None] of one row.")
+        # A mapping has the images themselves: only a composite model encodes them.
         if isinstance(encoder_input, Mapping) or (encoder_input is not None and not self.attends_to_encoder()):
             raise ValueError("encoder_input has images, but this model reads text only: it would not see them.")
         h = input_embeds  # [b, s, d]
@@ -513,10 +517,10 @@ class TransformerDecoder(nn.Module):
             )
             if "returns_keys" in options:
                 h, keys = h
-                shared_keys[index] = keys
+                shared_keys[index] = keys  # for the later layers that kv_sources maps to this one
             if added is not None:
                 positions, values = added
-                if index < len(values):
+                if index < len(values):  # the first layers alone (DeepStack)
                     shape = h.shape
                     h = h.flatten(0, 1).index_add(0, positions, values[index].to(h.dtype))  # [b * s, d]
                     h = h.view(shape)
@@ -606,7 +610,7 @@ class TransformerDecoder(nn.Module):
             for mixer in layer.children():
                 if isinstance(mixer, RecurrentMixer):
                     kernel_chunk = kernel_chunk or mixer.kernel_chunk
-                    if launches_kernels(h.device):
+                    if launches_kernels(h.device):  # a CPU computes the convolution tap by tap, without a row
                         gap = max(gap, mixer.conv_gap)
         return Boundaries.of(
             documents, block_masks=windows_with_block_mask, chunks=chunks, kernel_chunk=kernel_chunk, gap=gap
@@ -637,7 +641,8 @@ class TransformerDecoder(nn.Module):
                 raise ValueError("With key-value caches, forward needs both mask and input_pos.")
             if documents is not None and not is_continuous_batch:
                 raise ValueError("Documents are for training; with key-value caches, give a mask.")
-            # A continuous batch has asked already, about positions that it knows on the host.
+            # A continuous batch has asked already, about positions that it knows on the host. A compiled step cannot
+            # ask, because the answer is a value of a tensor.
             has_asked = is_continuous_batch or torch.compiler.is_compiling()
             if not has_asked and self.invalidates_caches(input_pos):
                 raise ValueError(

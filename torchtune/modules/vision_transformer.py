@@ -75,7 +75,7 @@ class Tiles:
         # Sorted, images of one size are consecutive, and the mask attends to them at once.
         input_order = list(range(len(counts)))
         sorted_order = sorted(input_order, key=lambda image: counts[image])
-        order = None
+        order = None  # already sorted: no copies of the images in another order
         ratios = ratios.to(images.device)
         if sorted_order != input_order:
             order = to_device(sorted_order, images.device)
@@ -229,7 +229,7 @@ class VisionTransformer(nn.Module):
                 raise ValueError(f"out_indices has {index}, but the layers are 0 to {num_layers - 1}.")
         self.patches_per_tile = (tile_size // patch_size) ** 2
         self.out_indices = list(out_indices or ())
-        self.max_num_tiles = getattr(token_pos_embedding, "max_num_tiles", None)
+        self.max_num_tiles = getattr(token_pos_embedding, "max_num_tiles", None)  # None: images are not padded
         self.pre_tile_pos_embed = pre_tile_pos_embed
         self.post_tile_pos_embed = post_tile_pos_embed
         self.token_pos_embedding = token_pos_embedding
@@ -548,6 +548,7 @@ class VisionTower(nn.Module):
 
         The features are tokens if the whole tower is frozen; otherwise they are the outputs of the layers.
         """
+        # Tokens of a trained projector would be out of date after a step; outputs of frozen layers are not.
         is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
         new_features: list[Tensor] = []  # of the images without cached ones: [rows, values of all layers]
         if images.pixel_grids:

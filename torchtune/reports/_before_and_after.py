@@ -79,12 +79,13 @@ class Measurement:
             measured_loader = loader_val
         self._collate = measured_loader.collate_fn
 
-        # All ranks measure the same number of batches, because the model may communicate.
+        # All ranks measure the same number of batches, because the model may communicate. A twentieth of the rows of
+        # the run costs about 3 % of its time.
         multiple = dims.data_size * rows_per_loss
         rows_of_run = total_steps * loader.examples_per_step
         count = min(_MOST_ROWS, max(_FEWEST_ROWS, rows_of_run // 20))
         count = max(count, multiple)
-        if recorded_rows is not None:
+        if recorded_rows is not None:  # a stream must be read up to the last of these rows
             count = max(recorded_rows, default=0) + 1
         if measured_loader.dataset.is_stream:
             self._rows = _first_rows_of_stream(cfg, tokenizer, count)
@@ -93,6 +94,7 @@ class Measurement:
             self._rows = measured_loader.dataset
             indices = np.arange(len(self._rows))
             if any(getattr(cfg.source, name, None) is not None for name in _CACHES):
+                # A cache has values only for the rows that the run visits.
                 indices = measured_loader.visited_indices(1)
         if recorded_rows is None:
             count = min(count, len(indices)) // multiple * multiple  # rounded down to whole batches on every rank
@@ -139,13 +141,13 @@ class Measurement:
         with _undisturbed(self._model), step_metrics.validation() as means:
             names, batches = self._read_batches()
             scored = sample(batches, 1, greedy=True)
-            rewards = scored.rewards.flatten().nan_to_num().tolist()
+            rewards = scored.rewards.flatten().nan_to_num().tolist()  # NaN of dropped answers
             for name, reward in zip(names[self._own_batches], rewards, strict=True):
                 means.add({name: (reward, 1)})
             averages = means.over(self._dims)
         answers = []
         shown_prompts = scored.prompts[:_MOST_PROMPTS]
-        for prompt, text in zip(shown_prompts, scored.texts, strict=False):
+        for prompt, text in zip(shown_prompts, scored.texts, strict=False):  # there are more texts
             question = self._tokenizer.decode(prompt.tokens)[:_MOST_CHARACTERS]
             answers.append({"prompt": question, "expected": "", "answer": text[:_MOST_CHARACTERS]})
         values = {name: averages.get(f"val_{name}") for name in names}
@@ -179,13 +181,13 @@ class Measurement:
         """
         model = self._model
         tokenizer = self._tokenizer
-        if text_decoder(model) is not model or self._dims.cp > 1:
+        if text_decoder(model) is not model or self._dims.cp > 1:  # ranks with parts of a sequence cannot generate
             return []
         obstacle = _answers_obstacle(model, tokenizer)
         if obstacle is not None:
             log_once(get_logger(), f"The report has no answers: {obstacle}.")
             return []
-        is_reward_model = getattr(model.output, "out_features", None) == 1
+        is_reward_model = getattr(model.output, "out_features", None) == 1  # a head with one number for each token
         if is_reward_model:
             return []
         turns = []
@@ -264,7 +266,7 @@ def _first_turn(row: Any) -> tuple[list[int], list[int]] | None:
     if title == "query":  # of an embedding model, which answers nothing
         return None
     # labels[i] is the token that follows tokens[i].
-    is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)
+    is_label = np.append(labels != CROSS_ENTROPY_IGNORE_IDX, False)  # so that the turn ends even at the last token
     first_label = int(is_label.argmax())
     end = first_label + int((~is_label[first_label:]).argmax())  # behind the last label of the turn
     if end == 0:  # no token is trained on

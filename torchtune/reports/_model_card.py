@@ -49,7 +49,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     front = {
         **licence,
         "base_model": base,
-        "datasets": sorted(filter(_is_repository, sources)),
+        "datasets": sorted(filter(_is_repository, sources)),  # paths of this machine are left out
         "library_name": library,
         "pipeline_tag": "text-generation",
         "tags": ["torchtune", run.recipe],
@@ -60,7 +60,7 @@ def model_card(run: RunFolder | str | Path, *, check: str | None = None, library
     if processes > 1:
         command += ["--nproc-per-node", str(processes)]
     command += [run.recipe, "--config", SETTINGS]
-    page = environment(autoescape=False).get_template("card.md")
+    page = environment(autoescape=False).get_template("card.md")  # Markdown, in which HTML escapes would be shown
     text = page.render(
         front=yaml.safe_dump(front, sort_keys=False).strip(),
         name=run.path.resolve().name,

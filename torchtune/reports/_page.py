@@ -160,9 +160,9 @@ def _charts(run: RunFolder, metrics: list[str], estimated_gib: float | None) -> 
         "Gradient norm before clipping": ("clipped above", run.settings.get("clip_grad_norm")),
         "Peak memory, GiB": ("estimate", estimated_gib),
     }
-    metrics_by_title: dict[str, list[str]] = {title: [] for title in _CHARTS}
+    metrics_by_title: dict[str, list[str]] = {title: [] for title in _CHARTS}  # in the order of the page
     for name in metrics:
-        title = name
+        title = name  # a metric of no pattern has a chart of its own
         for chart_title, pattern in _CHARTS.items():
             if re.fullmatch(pattern, name):
                 title = chart_title
@@ -179,7 +179,7 @@ def _charts(run: RunFolder, metrics: list[str], estimated_gib: float | None) -> 
             else:
                 series[name] = points
         chart = line_chart(title, series, limit=limits.get(title, ("", None)))
-        if chart["lines"]:
+        if chart["lines"]:  # none without metrics of the chart, or without a finite value
             charts.append(chart)
     return charts
 
@@ -225,7 +225,7 @@ def line_chart(
     for label, points in drawn.items():
         finite = []
         for x, y in points:
-            positions.append(x)
+            positions.append(x)  # marks of values that are not finite are on the axis, too
             if math.isfinite(y):
                 finite.append((x, y))
                 heights.append(y)
@@ -261,11 +261,11 @@ def _axis(values: Sequence[float], margin: float = 0.0) -> dict[str, Any]:
     low = min(values, default=0.0)
     high = max(values, default=1.0)
     free = margin * (high - low)
-    if high == low:
+    if high == low:  # an axis must have a length
         free = abs(high) * 0.1 or 1.0
     top = high + free
     bottom = low - free
-    if low >= 0:
+    if low >= 0:  # the margin must not suggest negative values
         bottom = max(bottom, 0.0)
     # The smallest round step of which four reach from one end to the other; the last factor, 10, always does.
     magnitude = 10 ** math.floor(math.log10((top - bottom) / 4))

@@ -185,6 +185,7 @@ class RunFolder:
             is_new_process = any(record.get(name, math.inf) < last_counts[name] for name in _COUNTERS)
             if is_new_process:
                 counted_before = _counts_before(step, steps)
+            # A step may have several records: of training and validation, and again of a run that resumes before it.
             values = steps.setdefault(step, {})
             for name, value in record.items():
                 values[name] = value

@@ -165,7 +165,8 @@ class RunReport:
         if not is_simulated():
             recorded_rows = None
             if step > 0:
-                # Rank 0 reads the folder for all, because other machines may not see it.
+                # A resumed run measures the rows that were measured before its first step. Rank 0 reads the folder for
+                # all, because other machines may not see it.
                 if self._dims.is_main:
                     recorded_rows = self._guards["record"].call(lambda: RunFolder(self._folder).measured("before"))
                     recorded_rows = (recorded_rows or {}).get("rows")
@@ -192,7 +193,7 @@ class RunReport:
             )
             facts |= self._guards["data"].call(self._describe_model_and_data, default={})
             self._guards["record"].call(lambda: append_record(self._folder, "start", facts))
-        if step == 0:
+        if step == 0:  # a resumed run is compared with the measurement before its first step
             self._measure("before", compute_loss, sample)
 
     def end(
@@ -223,7 +224,7 @@ class RunReport:
         has_changed = self._dims.any(is_unknown or checksum != self._initial_checksum)
         is_finished = step >= self._total_steps
         stops_early = code == 0 and self._best.should_stop
-        if is_finished or stops_early:
+        if is_finished or stops_early:  # a run that was stopped is measured when it has been resumed and ends
             self._measure_result(compute_loss, sample)
         if is_finished:
             state = "has finished"
@@ -239,6 +240,7 @@ class RunReport:
         else:
             rows = self._guards["summary"].call(self._resume_rows, default=[])
         log_rank_zero(get_logger(), "\n".join([text, _align_rows(rows)]).rstrip())
+        # Without a step, unchanged parameters prove nothing.
         self._write_report(state, code=code, changed=has_changed or num_steps == 0)
         if num_steps > 0 and not has_changed and self._writes:
             skipped = self._guards["record"].call(lambda: len(RunFolder(self._folder).skipped_steps), default=0)
@@ -284,12 +286,12 @@ class RunReport:
         """Return the (name, text) rows of the summary."""
         cfg = self._cfg
         base = cfg.checkpointer.get("checkpoint_dir")
-        weights = "its own initial weights"
+        weights = "its own initial weights"  # of a checkpointer without a base, for models of the user's own
         if base is not None:
             weights = f"weights of {base}"
         total, trained = count_parameters(self._model)
         dataset = self._loader.dataset
-        if dataset.is_stream:
+        if dataset.is_stream:  # has no length
             size_of_data = "read while the run trains"
         else:
             noun = "packs" if dataset.is_packed else "rows"
@@ -428,7 +430,7 @@ class RunReport:
             rows.append(("result", text))
         else:
             rows.append(("result", f"{last}, a Hugging Face model"))
-        model_folder = last
+        model_folder = last  # that the suggested command uses
         if best is not None:
             model_folder, _ = best
         description = getattr(text_decoder(self._model), "description", None)
@@ -470,7 +472,7 @@ class RunReport:
     def _write_report(self, state: str, **facts: Any) -> None:
         """Record the end, write the report and log the verdict, on the main rank."""
         self._has_ended = True  # an error from here on makes no second report
-        if not self._writes:
+        if not self._writes:  # another rank, or a simulation
             return
         record = {
             "step": self._step,
@@ -544,9 +546,13 @@ def describe_start(settings: Any, recipe_file: str, dims: ParallelDims, device: 
         "device": device.type,
         "memory_gib": None,
     }
-    config = None  # the file given as `--config` in the command of this process
-    if "--config" in sys.argv:
-        config = Path(sys.argv[sys.argv.index("--config") + 1]).resolve()
+    # The file given in the command of this process, in either spelling.
+    config = None
+    for word, next_word in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        if word == "--config":
+            config = Path(next_word).resolve()
+        elif word.startswith("--config="):
+            config = Path(word.removeprefix("--config=")).resolve()
     if config is not None and config.is_file():
         facts["config"] = config
         if config.is_relative_to(CONFIGS):  # a shipped config is named as in `tune run --config`
@@ -586,7 +592,10 @@ def describe_layers(model: torch.nn.Module) -> dict[str, str]:
 
 
 def describe_data(loader: BatchLoader, tokenizer: Any) -> dict[str, Any]:
-    """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens."""
+    """Return facts about a loader's data: number of rows, digest, lengths, and samples with their trained tokens.
+
+    Empty for a stream, which has no length, and whose rows would be read ahead of the run.
+    """
     dataset = loader.dataset
     if dataset.is_stream:
         return {}

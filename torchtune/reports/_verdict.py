@@ -144,6 +144,7 @@ def judge(run: RunFolder) -> Verdict:
     # A run that has diverged after its best checkpoint is judged by that.
     if run.end.get("error") == "SkippedStepsError" or (last_loss_is_bad and "best" not in after):
         return Verdict("diverged", _describe_progress(run, losses))
+    # A run that was resumed has several ends: nothing was trained if no process changed a parameter.
     ends = [event for event in run.events if event["event"] == "end"]
     if ends and run.last_step and all(end.get("changed") is False for end in ends):
         return Verdict("nothing trained", f"no trained parameter has changed in {run.last_step:,} steps")
@@ -161,11 +162,11 @@ def judge(run: RunFolder) -> Verdict:
         reason += f" of {describe_best(after['best'])}"
     elif run.best is not None:
         reason += f" of the last weights, not of {describe_best(run.best)}"
-    if math.isnan(new):
+    if math.isnan(new):  # the value of a row after training is not finite
         return Verdict("diverged", reason)
     interval = compare_rows(values_before, values_after)
     meaning = interval.meaning(less_is_better=after["what"] != "reward")
-    word = {"better": "learned", "worse": "diverged"}.get(meaning, meaning)
+    word = {"better": "learned", "worse": "diverged"}.get(meaning, meaning)  # or "same within noise"
     return Verdict(word, f"{reason}, {interval}", interval)
 
 

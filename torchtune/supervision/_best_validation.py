@@ -86,13 +86,15 @@ class BestValidation:
         NaN of a metric other than ``val_loss`` means that it could not be measured: the validation does not count.
 
         Raises:
-            ValidationMetricError: the first validation lacks the metric, and its name is that of a validation metric.
+            ValidationMetricError: the validation lacks the metric, whose name is that of a validation metric, and there
+                is no best yet.
         """
         if self.metric is None:
             return False
         if self.metric not in metrics and self.is_own_metric(self.metric):
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
+        # Later validations may lack it: once there is a best, they count as not better, which is no error.
         if self._best is None and self.metric not in metrics:
             suggestion = ""
             similar_name = nearest(self.metric, metrics)
@@ -104,8 +106,8 @@ class BestValidation:
             )
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
-            return False  # it could not be measured; a diverged model has a loss of NaN
-        is_better = math.isfinite(value)
+            return False  # it could not be measured; but a loss of NaN is of a diverged model, and counts as worse
+        is_better = math.isfinite(value)  # the first finite value is the best
         if is_better and self._best is not None:
             _, best_value = self._best
             if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
@@ -117,7 +119,7 @@ class BestValidation:
             return False
         self._num_worse = 0
         self._best = (step, value)
-        self._needs_checkpoint = True
+        self._needs_checkpoint = True  # until `record_checkpoint` names it
         return True
 
     def record_checkpoint(self, name: str) -> None:

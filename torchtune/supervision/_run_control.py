@@ -108,14 +108,14 @@ class RunControl:
         if every_n_minutes is not None:
             self._every_n_seconds = 60 * every_n_minutes
         self._clock = clock
-        self._saved_at = clock()
-        self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))
+        self._saved_at = clock()  # the first interval begins with the run
+        self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))  # seconds; infinite: checkpoints are not measured
         self._unmeasured: Path | None = None  # a checkpoint that is being written, perhaps in the background
         self._signals = StopSignal()
         self._throughput: Throughput | None = None
         self._loader: BatchLoader | None = None
         self._epochs = 0
-        self._counts: list[int] | None = None  # tokens, labels and terms of the next step
+        self._counts: list[float] | None = None  # tokens, labels and terms of the next step
         self._should_save = False
         self._exchange: LateExchange | None = None  # of the last step, if its metrics are not settled
         self._late_metrics: LateMetrics | None = None  # of the last step
@@ -152,7 +152,7 @@ class RunControl:
         if throughput is None:
             throughput = Throughput(dims=self._dims)
         self._throughput = throughput
-        if self._total_steps is not None:
+        if self._total_steps is not None:  # a resumed run may be at its end
             self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
         while not self.stopping:
@@ -196,8 +196,8 @@ class RunControl:
         norm_of_main = 0.0
         if grad_norm is not None:
             norm_is_bad = ~torch.isfinite(torch.as_tensor(grad_norm))
-            # All ranks have the same norm: the sum over ranks is that of the main one. It is in the message so that the
-            # host does not wait for it a second time.
+            # Ranks have the same norm, unless a device fails: the sum over ranks is that of the main one. It is in the
+            # message so that the host does not wait for it a second time.
             if self._dims.is_main:
                 norm_of_main = grad_norm
         next_counts = None
@@ -223,7 +223,6 @@ class RunControl:
             counts = sums[:3]
             values = sums[3:]
             norm_is_bad, *requests = flags  # on any rank
-        # What all ranks have sent.
         has_new_names, *requests = requests
         new_sums = []
         if has_new_names:  # usually in the first step
@@ -239,7 +238,7 @@ class RunControl:
             norm, loss, *sums = values
             metrics = {"loss": loss, **means_of(names, sums + new_sums)}
             step_metrics.record(step, metrics)
-            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # another rank sent the flag for its own
+            if grad_norm is not None and norm_is_bad and math.isfinite(norm):  # it was not finite on another rank
                 metrics["grad_norm"] = math.nan
             elif grad_norm is not None:
                 metrics["grad_norm"] = norm
@@ -371,7 +370,8 @@ class RunControl:
         Args:
             step: number of completed steps.
         """
-        if self._dims.world_size == 1:  # also catches requests after synchronize()
+        # Catches requests after synchronize(), too. Several ranks must agree, and do so in the next step.
+        if self._dims.world_size == 1:
             self._apply_requests(self._local_requests())
         epoch_ends = self._loader.at_epoch_end
         if self._total_steps is None:
@@ -385,7 +385,7 @@ class RunControl:
         # After a signal, the checkpoint is that of a step, from which the run goes on.
         is_epoch_checkpoint = epoch_ends and saves_epochs and (self.finished or self.exit_code == 0)
         if is_due or is_epoch_checkpoint:
-            self._saved_at = self._clock()
+            self._saved_at = self._clock()  # from here, the next interval is measured
         if not (is_due or is_epoch_checkpoint or self.finished):
             return None
         self._settle()  # so that the state of the checkpoint is decided
@@ -419,7 +419,7 @@ class RunControl:
                 "record_validation in train.",
                 logging.WARNING,
             )
-        if step >= total:
+        if step >= total:  # finished, so that nothing is to be requeued, even after a signal
             return 0
         if self.exit_code == 0 and self._best.should_stop:
             log_rank_zero(get_logger(), f"stopped early: {self._best.stop_reason()}.")

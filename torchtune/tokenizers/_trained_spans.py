@@ -218,7 +218,7 @@ class TurnFinder:
 
         A text beside a call is left to :meth:`omitted`: the call, which needs no text, is trained.
         """
-        if self._marked_rendering is None:
+        if self._marked_rendering is None:  # marks would change the rendering: what is written is unknown
             return
         marked = self._marked_turns[index]
         num_calls = len(marked.calls)

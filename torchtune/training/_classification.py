@@ -69,16 +69,17 @@ class ClassificationScores:
         own_logits: list[np.ndarray] = []  # [n, c] of each batch
         own_targets: list[np.ndarray] = []
         for logits, targets in self._outputs:
+            # In float64, because NumPy has no bfloat16.
             own_logits.append(logits.cpu().double().numpy())
             own_targets.append(targets.cpu().double().numpy())
-        self._outputs = []
+        self._outputs = []  # frees the tensors on the device
         # Tensor-parallel ranks have the same rows; counting each several times changes no score.
         all_logits: list[np.ndarray] = []
         all_targets: list[np.ndarray] = []
         for rank_logits, rank_targets in dims.gather((own_logits, own_targets)):
             all_logits += rank_logits
             all_targets += rank_targets
-        if not all_logits:
+        if not all_logits:  # no rank has validated
             return {}
         logits_of_all = np.concatenate(all_logits)  # [rows, c]
         targets_of_all = np.concatenate(all_targets)
@@ -180,6 +181,7 @@ def setup_classification(
     if task is None:
         return ClassificationScores()
     number_targets(task, [*datasets, *datasets_val], classification_loss)
+    # A model without a description has no outputs for any task, which find_task has refused.
     decoder.description = replace(description, class_names=task.class_names, problem_type=task.problem_type)
     values: list[Any] = []  # of all rows
     for dataset in datasets:
@@ -272,7 +274,8 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
     (problem_type,) = problem_types
     first_label = values[0]
     are_equal = all(value == first_label for value in values)
-    if problem_type != SINGLE_LABEL and are_equal and first_label != []:  # rows without classes get another message
+    # Rows of one class, and rows without classes ([]), get messages of their own below.
+    if problem_type != SINGLE_LABEL and are_equal and first_label != []:
         raise ClassificationError(
             f"dataset: all rows have the label {first_label!r}, from which nothing can be learned: give rows with "
             "other labels."
@@ -291,6 +294,7 @@ def _task_of(labeled: Sequence[ClassificationDataset], class_names: tuple[str, .
     if named_tasks:
         (task,) = named_tasks
         return task
+    # A head that has all classes of the data keeps their order, which is that of its trained outputs.
     if class_names and counts.keys() <= set(class_names):
         return ClassificationTask(problem_type, class_names)
     return ClassificationTask(problem_type, tuple(counts))

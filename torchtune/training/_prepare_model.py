@@ -41,6 +41,7 @@ def fit_vocabulary(model: nn.Module, tokenizer: Any, *, resize: bool = False) ->
     if rows is None:
         return
     new_tokens = getattr(tokenizer, "new_tokens", ())
+    # Only a resize sets vocabulary_growth. Without it, new tokens would take untrained rows that pad the vocabulary.
     if new_tokens and getattr(decoder, "vocabulary_growth", None) is None:
         raise UserError(
             f"tokenizer.add_tokens: {', '.join(new_tokens)} are not tokens of the checkpoint, and their rows must be "
@@ -84,7 +85,7 @@ def add_token_rows(model: nn.Module, tokenizer: Any, checkpoint_dir: str | Path 
     new_tokens = getattr(tokenizer, "new_tokens", ())
     if checkpoint_dir is not None:
         new_tokens = missing_new_tokens(tokenizer, Path(checkpoint_dir))
-    first_new = min(num_tokens - len(new_tokens), rows)
+    first_new = min(num_tokens - len(new_tokens), rows)  # rows from here on belong to no token of the checkpoint
     if num_tokens <= rows and not new_tokens:
         return
     embedding = decoder.tok_embeddings
@@ -147,7 +148,7 @@ def _check_images(model: nn.Module, tokenizer: Any) -> None:
             f"tokenizer: a {type(tokenizer).__name__} gives images, but the model reads text only: take a text "
             "tokenizer, or a vision model."
         )
-    if not hasattr(tokenizer, "tile_size"):
+    if not hasattr(tokenizer, "tile_size"):  # it does not cut images into tiles of one size
         return
     clip = getattr(model.encoder, "clip", None)
     vision = getattr(model.description, "vision", None)
@@ -159,7 +160,7 @@ def _check_images(model: nn.Module, tokenizer: Any) -> None:
     elif vision is not None:
         patch_size = vision.patch_size
         patches_per_side = vision.positions_side
-    else:
+    else:  # an encoder that does not state its sizes
         return
     tile_size = patch_size * patches_per_side
     if tokenizer.tile_size != tile_size or tokenizer.patch_size != patch_size:
@@ -240,7 +241,7 @@ def cache_images(model: nn.Module, tokenizer: Any, folder: str | None, dims: Par
             "image_cache: the vision tower is trained, which changes the features: set model.vision_tower=frozen, or "
             "image_cache=null."
         )
-    if is_simulated():
+    if is_simulated():  # no weights to fingerprint, and no features
         return
     # The features depend on the weights that compute them: those of the tower, or of the frozen projector too.
     trains_projector = any(parameter.requires_grad for _, parameter in parameters)

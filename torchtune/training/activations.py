@@ -102,7 +102,7 @@ class _EveryOtherMatmul:
 
     def __init__(self) -> None:
         aten = torch.ops.aten
-        # Attention, and the reduce-scatter of tensor parallelism.
+        # Attention, and the reduce-scatter of tensor parallelism, which would be communicated again.
         self.attention_ops = {torch.ops.higher_order.flex_attention, reduce_scatter_op()}
         kernel_names = (
             "_scaled_dot_product_efficient_attention",
@@ -116,7 +116,7 @@ class _EveryOtherMatmul:
                 self.attention_ops.add(getattr(aten, name).default)
         self.matmul_ops = {aten.mm.default, aten.addmm.default, aten.bmm.default}
         onednn_linear = onednn_linear_op()
-        if onednn_linear is not None:
+        if onednn_linear is not None:  # linear layers on a CPU
             self.matmul_ops.add(onednn_linear)
         # Matrix products so far in the forward (False) and in its recomputation (True), which must save the same ones.
         self.matmuls = {False: 0, True: 0}
@@ -255,7 +255,7 @@ class OffloadActivations(saved_tensors_hooks):
     ) -> None:
         if max_fwd_stash_size < 1:
             raise ValueError(f"max_fwd_stash_size must be at least 1, got {max_fwd_stash_size}.")
-        if is_simulated():
+        if is_simulated():  # tensors without values, on the CPU: they need no streams and cannot be pinned
             self.device = torch.device("cpu")
             self.namespace = _SimulatedStreams()
             use_pin_memory = False
@@ -310,7 +310,7 @@ class OffloadActivations(saved_tensors_hooks):
             return tensor
         key = self._next_key
         self._next_key += 1
-        with allocates_on_host():
+        with allocates_on_host():  # a simulation counts memory on the CPU as the device's otherwise
             host = torch.empty_like(tensor, device="cpu", pin_memory=self.use_pin_memory)
         if self.copy_stream is None:
             host.copy_(tensor)
@@ -339,6 +339,8 @@ class OffloadActivations(saved_tensors_hooks):
         """Return a saved tensor on the device, and prefetch the one that was saved before it."""
         if isinstance(packed, Tensor):
             return packed
+        # The host's copy stays until the next forward pass, so that a graph can be read twice. In a simulation, `to`
+        # would return it without copy=True.
         if self.copy_stream is None:
             return self._host_tensors[packed].to(self.device, copy=True)
         compute = self.namespace.current_stream()

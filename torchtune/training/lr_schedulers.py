@@ -78,6 +78,7 @@ class _Warmup:
             if num_training_steps is None:
                 raise ValueError("warmup_ratio is a part of the run: give num_training_steps, the steps of the run.")
             self.num_steps = math.ceil(warmup_ratio * num_training_steps)
+        # A run of 0 steps without a warmup is no mistake.
         if num_training_steps is not None and self.num_steps >= max(1, num_training_steps):
             shorter_warmup = num_training_steps // 10
             log_rank_zero(
@@ -302,6 +303,7 @@ def get_wsd_schedule(
     def stable_then_decay(step: int) -> float:
         if step < num_stable_steps:
             return 1.0
+        # After the run's last step. With a decay of 0 steps, this keeps the progress below from a division by 0.
         if step >= num_steps_after_warmup:
             return floor
         progress = (step - num_stable_steps) / num_decay_steps
@@ -391,10 +393,10 @@ def get_polynomial_decay_schedule_with_warmup(
         )
     floor = lr_end / full_rate
     warmup = _Warmup(num_warmup_steps, warmup_ratio, num_training_steps)
-    num_decay_steps = max(1, num_training_steps - warmup.num_steps)
+    num_decay_steps = max(1, num_training_steps - warmup.num_steps)  # not 0 in a run of 0 steps, as a divisor
 
     def decay(step: int) -> float:
-        remaining = max(0.0, 1.0 - step / num_decay_steps)
+        remaining = max(0.0, 1.0 - step / num_decay_steps)  # not negative after the run's last step
         return floor + (1.0 - floor) * remaining**power
 
     return warmup.then(decay, optimizer, last_epoch)

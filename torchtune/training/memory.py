@@ -97,6 +97,7 @@ def get_memory_stats(device: torch.device, reset_stats: bool = True) -> dict[str
         if device.type not in VALID_BACKENDS_FOR_MEMORY_STATS:
             raise ValueError(f"there are no memory statistics for device type '{device.type}'")
         namespace = getattr(torch, device.type)
+        # The statistics are empty until the first allocation.
         active_bytes = namespace.memory_stats(device).get("active_bytes.all.peak", 0)
         return {
             "peak_memory_active": active_bytes / _GIB,

@@ -288,14 +288,14 @@ class WandBLogger(TrackingLogger):
         log_dir: str | None = None,
         **kwargs: Any,
     ) -> None:
-        wandb = self.check_installed()
+        wandb = self.check_installed()  # on all ranks: a missing package ends all of them
         if not _is_rank_0():
             return
         if "id" not in kwargs:
             stored_id = _stored_name(log_dir, "wandb_run_id.txt")
             if stored_id:
                 kwargs = {"id": stored_id, "resume": "allow", **kwargs}
-        if log_dir is not None:
+        if log_dir is not None:  # wandb writes to a temporary folder if it is missing
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(project=project, entity=entity, group=group, dir=log_dir, **kwargs)
@@ -449,12 +449,13 @@ class MLFlowLogger(TrackingLogger):
         self._mlflow = self.check_installed()
         if not _is_rank_0():
             return
+        # A URI without a scheme is a path, except for "databricks", MLflow's name for a hosted server.
         is_folder = tracking_uri is not None and ":" not in tracking_uri and tracking_uri != "databricks"
         if is_folder:  # MLflow no longer writes to a folder without a database
             folder = Path(tracking_uri).absolute()
             folder.mkdir(parents=True, exist_ok=True)
             self._mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
-            name = experiment_name or "Default"
+            name = experiment_name or "Default"  # MLflow's default experiment
             if self._mlflow.get_experiment_by_name(name) is None:
                 # Without a location, artifacts would go to the working directory.
                 self._mlflow.create_experiment(name, artifact_location=(folder / "artifacts").as_uri())

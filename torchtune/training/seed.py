@@ -26,7 +26,7 @@ def set_seed(seed: int | None = None, debug_mode: str | int | None = None) -> in
     Args:
         seed: equal on every rank; None draws a seed on rank 0 and broadcasts it.
         debug_mode: for ``torch.set_deterministic_debug_mode``; above 0 (``"default"``) also makes cuDNN
-            deterministic and sets ``CUBLAS_WORKSPACE_CONFIG=:4096:8``.
+            deterministic and sets ``CUBLAS_WORKSPACE_CONFIG=:4096:8``. None leaves torch's settings.
 
     Returns:
         The seed without the rank, to log it.

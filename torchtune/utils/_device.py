@@ -140,7 +140,7 @@ def find_device(device: str | None) -> "torch.device":
             f"device: '{device}' was asked for, but torch {torch.__version__} finds no {chosen.type} device here: "
             f"set device={best}, or install the build of torch for your hardware."
         )
-    if chosen.type in ("cpu", "mps"):
+    if chosen.type in ("cpu", "mps"):  # there is one device of the type, without an index
         return chosen
     count = getattr(torch, chosen.type).device_count()
     index = chosen.index

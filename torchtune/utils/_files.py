@@ -165,7 +165,8 @@ def atomic_write(path: str | Path, mode: str = "wb", *, private: bool = False) -
     except OSError as error:
         raise explain_os_error(error, path) from error
     finally:
-        with suppress(OSError):  # the folder may be a file, as the error above explains
+        # After the rename, the temporary file is missing. Its folder may be a file, as the error above explains.
+        with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
@@ -208,16 +209,19 @@ def atomic_directory(
             raise
         # Before the rename: a file system may write the rename before the bytes of the files.
         _fsync_tree(temporary)
+        # A rename does not replace a directory with files. After a kill between the two renames, clear_leftovers
+        # restores the old directory.
         replaced = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old.tmp")
         if replace and path.exists():
             os.rename(path, replaced)
         try:
             os.rename(temporary, path)
         except OSError as error:
+            # Without `replace`, an existing directory stays.
             if replace or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         fsync_directory(path.parent)
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # nothing was replaced
             os.rename(replaced, temporary)  # deleted below; must not be restored in part after a kill
     except OSError as error:
         raise explain_os_error(error, path) from error
@@ -314,7 +318,7 @@ def refuse_path_of_other_user(path: str | Path, key: str = "") -> None:
     trusted = {os.geteuid(), 0}
     path_as_written = Path(os.path.abspath(path))
     path_behind_links = Path(os.path.realpath(path))
-    for checked in dict.fromkeys((path_as_written, path_behind_links)):
+    for checked in dict.fromkeys((path_as_written, path_behind_links)):  # often equal, and then checked once
         parent_is_shared = False  # whether every user may write to the parent folder
         for part in [*reversed(checked.parents), checked]:
             try:

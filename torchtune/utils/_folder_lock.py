@@ -67,7 +67,8 @@ class FolderLock:
         """
         if self.is_held:
             return
-        # A second run of this process, as in a notebook, takes over the folder of the first.
+        # A second run of this process, as in a notebook, takes over the folder of the first. A caller that waits, such
+        # as another thread, leaves the lock to its owner.
         if waiting is None and self.path in _held:
             _held[self.path].release()
         start = time.monotonic()
@@ -79,10 +80,12 @@ class FolderLock:
                 log_once(get_logger(), waiting)
             return False
 
+        # A lock of the process, which any of its threads may release. A soft lock would outlive a killed owner.
         self._lock = FileLock(self.path, thread_local=False, fallback_to_soft=False, on_acquired=self._write_owner)
         self._created_folder = not self.folder.exists()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Other ranks hold the lock for a moment to check it, and a child of a killed owner until it has exited.
             self._lock.acquire(_PATIENCE if waiting is None else -1, poll_interval=0.1, cancel_check=should_cancel)
         except Timeout:
             raise UserError(
@@ -95,6 +98,7 @@ class FolderLock:
                 raise WriteError(fact, "remove it, or choose another folder") from error
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
                 raise explain_os_error(error, self.path) from error
+            # Without locks the run goes on as if it held one.
             get_logger().warning(
                 f"{self._key}: the file system of {self.folder} has no locks ({error.strerror}): make sure that no "
                 "other run uses the folder."

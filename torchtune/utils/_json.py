@@ -58,7 +58,7 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
         {'a': 1}
     """
     try:
-        size = path.stat().st_size
+        size = path.stat().st_size  # raises FileNotFoundError, where is_file would be False as for a folder
         if not path.is_file():
             raise error(f"{path} is not a file, where a few lines of JSON are expected: download it again.")
         if size > _MAX_BYTES:
@@ -71,7 +71,7 @@ def read_json(path: Path, error: type[UserError] = UserError) -> dict[str, Any]:
     except RepeatedKeyError as caught:
         raise error(f"{path}: {caught}.") from caught
     except (OSError, ValueError) as caught:
-        if isinstance(caught, error):
+        if isinstance(caught, error):  # raised above, of a class that is a ValueError, too
             raise
         reason = str(caught).rstrip(".")
         raise error(f"{path} is not valid JSON ({reason}): download it again.") from caught

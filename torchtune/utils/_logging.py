@@ -204,14 +204,14 @@ def get_run_logger(output_dir: str | Path, level: str = "INFO") -> logging.Logge
     """
     global _run_log, _previous_showwarning, _previous_excepthook
     logger = get_logger(level)
-    close_run_logger()
+    close_run_logger()  # also restores the functions that an earlier call has replaced below
     rank = get_rank()
     if rank != 0:
         if not logger.handlers:  # the root logger's handlers show the level chosen by the application
             logger.addHandler(logging.StreamHandler())
             logger.handlers[-1].setFormatter(logging.Formatter(_SCREEN_FORMAT))
         logger.propagate = False
-        for handler in logger.handlers:
+        for handler in logger.handlers:  # not yet the file's, which receives all messages
             handler.setLevel(logging.ERROR)
     _run_log = LogFile(Path(output_dir) / _LOG_DIR / f"rank_{rank}.log")
     logger.addHandler(_run_log)

@@ -80,7 +80,7 @@ class RemoteFolder:
                 f"{key}: {url} cannot be opened ({type(error).__name__}: {first_line(error)}): check the address, the "
                 "credentials, and the network."
             ) from error
-        self._path = self._path.rstrip("/")
+        self._path = self._path.rstrip("/")  # names are appended after a slash
 
     def __str__(self) -> str:
         return self.url
@@ -153,7 +153,7 @@ class RemoteFolder:
         target = f"{self._path}/{name}"
         with path.open("rb") as source, self._explained(f"does not take {name}"):
             with self._fs.open(target, "wb", block_size=_CHUNK) as file:
-                while chunk := source.read(_CHUNK):
+                while chunk := source.read(_CHUNK):  # a shard may be larger than the free memory
                     file.write(chunk)
                     sha256.update(chunk)
                     size += len(chunk)
@@ -189,6 +189,10 @@ class RemoteFolder:
         return self._download(name, path, progress)
 
     def _download(self, name: str, path: Path, progress: Callable[[int], object]) -> TransferredFile:
+        """Receive a file without a second attempt; see :meth:`download`, which repeats the call after a RemoteError.
+
+        Errors of the local disk become a :class:`UserError`, after which there is no second attempt.
+        """
         sha256 = hashlib.sha256()
         size = 0
         source = f"{self._path}/{name}"
@@ -259,6 +263,7 @@ def local_path(path: str | Path, key: str) -> Path:
     lock = FolderLock(folder.parent, name=f".{folder.name}.lock", key=key)
     with lock.held(waiting=f"Waiting until another process has fetched {remote}."):
         listing = remote.files()
+        # A name that ends with a slash is a placeholder for an empty folder.
         versions = {name: _version(info) for name, info in listing.items() if not name.endswith("/")}
         if not versions:
             raise RemoteError(f"{key}: {remote} holds no files: correct the path, and check that the bucket exists.")
@@ -266,7 +271,7 @@ def local_path(path: str | Path, key: str) -> Path:
         with suppress(OSError, ValueError):  # nothing is fetched yet, or the record is damaged
             fetched_versions = json.loads(record.read_text(encoding="utf-8"))
         if not folder.is_dir() or fetched_versions != versions:
-            record.unlink(missing_ok=True)
+            record.unlink(missing_ok=True)  # a fetch that is interrupted leaves no record, and is repeated
             _fetch(remote, listing, list(versions), folder)
             write_json(record, versions)
     return folder
@@ -287,7 +292,7 @@ def _fetch(remote: RemoteFolder, listing: dict[str, dict[str, Any]], names: list
 
     def progress(count: int) -> None:
         bar.update(count)
-        sign_of_life()
+        sign_of_life()  # the watchdog of a run waits for it as well
 
     with closing(bar), atomic_directory(folder) as temporary:
         for name in names:

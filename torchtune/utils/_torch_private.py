@@ -49,7 +49,8 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
 
     Args:
         seconds: the timeout.
-        known: do nothing if there are at most this many groups.
+        known: do nothing if there are at most this many groups: the result of the last call, so that a caller can
+            repeat the call, as new groups are made.
 
     Returns:
         Number of groups.
@@ -63,7 +64,7 @@ def set_collective_timeout(seconds: float, known: int = 0) -> int:
     with warnings.catch_warnings():  # backends without a timeout warn
         warnings.filterwarnings("ignore", "Set timeout is now only supported", UserWarning)
         for group in groups:
-            # a group that another thread is creating has no ranks yet
+            # A group that another thread is creating has no ranks yet. The rank in a group of other ranks is -1.
             if group not in distributed_c10d._world.pg_group_ranks or dist.get_rank(group) < 0:
                 continue
             if hasattr(dist, "set_timeout"):

@@ -294,6 +294,23 @@ def test_file_without_usable_rows_is_refused(tmp_path, tune):
     assert tune("data", "show", write(path, '{"messages": [', {"messages": TURNS})).code == 0
 
 
+def test_file_of_another_kind_is_refused_as_a_data_file(tmp_path, tune):
+    """It is no config either, and a message on YAML would say nothing to the owner of a spreadsheet."""
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\3\4\0\0")
+    for options in ([], ["--tokenizer", tmp_path]):
+        result = tune("data", "show", tmp_path / "rows.xlsx", *options)
+        assert result.code == 2
+        assert "a file of this kind is not read: use .json, .jsonl" in result.err
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_text_in_the_column_of_a_conversation_is_no_raw_text(column, tmp_path, tune):
+    """Python's printed lists, as pandas writes them into tables, would be trained on as texts, brackets and all."""
+    result = tune("data", "show", write(tmp_path / "rows.jsonl", {column: str(TURNS)}))
+    assert f"the turns in column '{column}' are not JSON" in result.out
+    assert "raw text" not in result.out
+
+
 def test_bad_row_is_named_and_is_no_second_format(tmp_path, tune):
     path = tmp_path / "rows.jsonl"
     for bad, reason in (

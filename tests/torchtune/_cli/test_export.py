@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import replace
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,8 +23,8 @@ from tests.tiny import write_checkpoint
 from tests.torchtune.checkpoints.small import randomize_adapter, write_folder
 from tests.work import largest_file
 from torchtune.checkpoints import _export, _small_files
-from torchtune.checkpoints._export import SaveView
-from torchtune.checkpoints._save import TensorSlice
+from torchtune.checkpoints._export import SaveView, WeightGroup
+from torchtune.checkpoints._save import TensorGroup, TensorSlice
 from torchtune.modules.moe import LoRAGroupedExperts
 from torchtune.modules.peft import LoRA
 from torchtune.rlhf.loss import InfoNCELoss, RerankBCELoss
@@ -170,22 +169,17 @@ def test_ollama_gets_a_modelfile_and_a_push_without_yes_uploads_nothing(runs, tm
 
 
 def written(change):
-    """``SaveView.tensor_group`` with changed tensors."""
-    real = SaveView.tensor_group
+    """``WeightGroup.compute_slices`` with changed tensors."""
+    real = WeightGroup.compute_slices
 
-    def tensor_group(self, *arguments, **options):
-        right = real(self, *arguments, **options)
+    def compute_slices(self):
+        tensors = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in self.specs.items()}
+        for part in real(self):
+            region = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
+            tensors[part.name][region] = part.data
+        return [TensorSlice.of(name, change(name, tensor)) for name, tensor in tensors.items()]
 
-        def compute():
-            tensors = {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in right.specs.items()}
-            for part in right.compute():
-                region = tuple(slice(a, a + n) for a, n in zip(part.start, part.shape, strict=True))
-                tensors[part.name][region] = part.data
-            return [TensorSlice.of(name, change(name, tensor)) for name, tensor in tensors.items()]
-
-        return replace(right, compute=compute)
-
-    return tensor_group
+    return compute_slices
 
 
 def with_the_next_experts_b(patch):
@@ -200,7 +194,7 @@ def with_the_next_experts_b(patch):
         previous[matrix] = tensor
         return wrong_tensor
 
-    patch.setattr(SaveView, "tensor_group", written(change))
+    patch.setattr(WeightGroup, "compute_slices", written(change))
     return "experts."
 
 
@@ -221,16 +215,20 @@ def with_names_without_prefix(patch):
     def bare(name):
         return name.removeprefix("base_model.model.")
 
+    class Renamed(TensorGroup):
+        def __init__(self, group):
+            self.specs = {bare(name): spec for name, spec in group.specs.items()}
+            self.itemsize = group.itemsize
+            self.group = group
+
+        def compute_slices(self):
+            parts = self.group.compute_slices()
+            return [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in parts]
+
     def tensors(*arguments, **options):
         groups, settings = real(*arguments, **options)
 
-        def renamed(group):
-            def compute():
-                return [TensorSlice(bare(part.name), part.start, part.shape, part.data) for part in group.compute()]
-
-            return replace(group, specs={bare(name): spec for name, spec in group.specs.items()}, compute=compute)
-
-        return [renamed(group) for group in groups], settings
+        return [Renamed(group) for group in groups], settings
 
     patch.setattr(_export, "adapter_tensors", tensors)
     return "model.layers.0.self_attn.q_proj.lora_A.weight"

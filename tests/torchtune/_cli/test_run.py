@@ -148,9 +148,12 @@ def test_user_error_has_no_traceback(tune, folder):
         (("own.py", "--config", "mapped.yaml"), "mapped.yaml:2: recipe: must be the name or the path of a recipe"),
         (("--nproc-per-nodes", "2", "own.py", "--config", "own.yaml"), "--nproc-per-nodes: unknown option"),
         (("own.yaml",), "tune run --config own.yaml"),
+        (("rows.jsonl", "--config", "own.yaml"), "rows.jsonl is not a recipe, which is a Python file"),
+        (("x" * 300, "--config", "own.yaml"), "there is no recipe 'xxx"),
     ],
 )
 def test_invalid_command_lines_are_refused(tune, folder, command, said):
+    (folder / "rows.jsonl").write_text('{"text": "red"}\n')
     result = tune("run", *command)
     assert result.code == 2
     assert said in result.err
@@ -253,6 +256,13 @@ def test_command_line_is_split_into_its_parts():
     for late in (["--nproc-per-node", "2"], ["--nproc_per_node=2"], ["--standalone"]):
         with pytest.raises(UserError, match=f"stands before the recipe: tune run {' '.join(late)} own …"):
             parse_command(["own", *late, "--config", "x", "a=1"])
+        with pytest.raises(UserError, match=f"tune run {' '.join(late)} RECIPE …"):
+            parse_command(["a=1", *late, "--config", "x"])
+    for words in (["--nproc-per-node"], ["--standalone", "--nproc-per-node"]):
+        with pytest.raises(UserError, match="--nproc-per-node: the option lacks its value"):
+            parse_command([*words, "--config", "x"])
+    command = parse_command(["--nproc-per-node", "2", "--config", "x"])
+    assert (command.torchrun, command.recipe) == (["--nproc-per-node", "2"], None)
 
 
 @pytest.mark.slow

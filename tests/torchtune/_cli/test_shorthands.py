@@ -345,6 +345,8 @@ def test_reward_compares_with_the_column_of_the_answers(expand):
     assert "rewards.0.column=output" in expand("any_grpo", [{"input": "one and two", "output": "3"}])
     with pytest.raises(UserError, match=r"compares answers with column 'answer', which the rows lack"):
         expand("any_grpo", [{"prompt": "why"}])
+    with pytest.raises(UserError, match=r"name the column of the right answer, rewards.0.column="):
+        expand("any_grpo", [{"prompt": TURNS[:1], "solution": "4"}])
     assert expand("any_grpo", [{"prompt": "why", "right": "3"}], "rewards.0.column=right")
 
 
@@ -569,8 +571,9 @@ def test_loss_of_classes_chooses_the_head_by_the_labels(expand, config, labels, 
 
 def test_labels_that_are_no_answers_are_refused_with_both_readings(expand):
     rows = [{"text": "the cat", "label": 3}]
-    with pytest.raises(UserError, match=r"loss=torchtune.modules.loss.ClassificationLoss for a classifier, or data"):
-        expand("any_lora", rows)
+    for overrides in ([], ["dataset.split=train"], ["dataset.packed=True"]):
+        with pytest.raises(UserError, match=r"loss.ClassificationLoss for a classifier, or dataset.column=text"):
+            expand("any_lora", rows, *overrides)
     on_texts = {"_component_": "torchtune.datasets.text_completion_dataset", "column": "text"}
     assert dataset_of(expand("any_lora", rows, "dataset.column=text")) == on_texts
 

@@ -108,3 +108,21 @@ def test_parameter_that_a_hook_moves_counts_as_trained(tmp_path):
 
     model.conversions = [*model.conversions, Mover()]
     assert "'norm.scale' is trained" in refused(model, tmp_path, contents="adapter")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_trained_weights_that_are_not_finite_are_never_saved(tmp_path, value):
+    """Frozen weights may be what the checkpoint says."""
+    folder = write_folder(tmp_path / "in")
+    store = FullModelHFCheckpointer(folder, output_dir=tmp_path / "out")
+    model = build(folder).to_empty(device="cpu")
+    store.load_model(model)
+    store.save("step_1", model, state={"progress": {"global_step": 1}})
+    with torch.no_grad():
+        model.norm.scale[1] = value
+    for options in ({}, {"state": {"progress": {"global_step": 2}}}, {"optional": True}, {"async_save": True}):
+        message = refusal(store.save, "step_2", model, **options)
+        assert "1 of 30 trained parameters have values that are NaN or infinite, such as 'norm.scale'" in message
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["step_1"]
+    model.norm.scale.requires_grad_(False)
+    store.save("step_2", model)

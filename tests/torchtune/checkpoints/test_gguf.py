@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, models
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -14,6 +14,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from tests.torchtune.checkpoints.gguf_files import OWN, SPECIAL, Vocabulary, texts, write_gguf
 from tests.torchtune.checkpoints.small import close, in_transformers, logits, read, refusal, same_bits, stored
 from torchtune.checkpoints import CheckpointError, FullModelHFCheckpointer, GGUFFile, gguf_to_hf
+from torchtune.checkpoints._gguf import pre_tokenizers
+from torchtune.checkpoints._quantize import _pre_tokenizer_name
 from torchtune.models import build
 from torchtune.modules import TransformerDecoder
 
@@ -218,3 +220,11 @@ def test_tokenizer_of_a_gguf_file_has_the_original_ids(pre, add_bos, tmp_path):
             assert fast.decode(ids[add_bos:], skip_special_tokens=False) == text
     assert {fast.convert_ids_to_tokens(index) for index in fast.all_special_ids} <= set(SPECIAL)
     assert (fast.bos_token, fast.eos_token, fast.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[0])
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_pre_tokenizer_is_written_under_the_name_that_llama_cpp_has_for_it(pre):
+    """Under ``default``, llama.cpp splits numbers and punctuation in another way than GPT-2's pre-tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers()[pre]()
+    assert _pre_tokenizer_name(tokenizer) == pre

@@ -70,6 +70,9 @@ def damaged_checkpoints(folder: Path) -> None:
     fails(lambda: store.save("step_2", model, state=rank_state), "Rank 1: ", "cannot be saved")
     rank_state = state | {"more": {"x": torch.ones(2 + dist.get_rank())}}
     fails(lambda: store.save("step_2", model, state=rank_state), "differ between ranks")
+    if dist.get_rank() == 1:
+        model.norm.scale.data.to_local()[0] = float("inf")
+    fails(lambda: store.save("step_2", model, state=state), "NaN or infinite, such as 'norm.scale'")
     assert sorted(path.name for path in (folder / "run").iterdir()) == ["step_1"]
 
 

@@ -1,7 +1,9 @@
 # ruff: noqa: E501 (messages stand in one piece, as they are printed)
 """The text of every kind of mistake in a typed config."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -155,6 +157,43 @@ def test_values_arrive_in_their_types(check):
     assert settings.dataset[1]._component_ == f"{PARTS}.alpaca_like"
     assert settings.epochs == 3
     assert settings.recipe == "typed_recipe"
+
+
+@dataclass
+class Stage:
+    steps: int
+    loss: Component
+
+
+@dataclass
+class Stages:
+    stages: tuple[Stage, ...]
+    pair: tuple[Component, int]
+    empty: tuple[Stage, ...]
+    losses: Sequence[Component]
+    stage_of: Mapping[str, Stage]
+
+
+def test_components_and_dataclasses_are_built_at_any_depth(tmp_path):
+    stage = {"steps": 2, "loss": {"_component_": "torch.nn.MSELoss"}}
+    data = {
+        "stages": [stage, stage],
+        "pair": [stage["loss"], 3],
+        "empty": [],
+        "losses": [stage["loss"]],
+        "stage_of": {"a": stage},
+    }
+    path = tmp_path / "c.yaml"
+    path.write_text(json.dumps(data))
+    settings = config.load_and_check(path, recipe=Stages)
+    assert [type(item) for item in settings.stages] == [Stage, Stage]
+    assert settings.stages[1].steps == 2
+    assert settings.stages[1].loss._component_ == "torch.nn.MSELoss"
+    assert settings.pair[0]._component_ == "torch.nn.MSELoss"
+    assert settings.pair[1] == 3
+    assert settings.empty == ()
+    assert settings.losses[0]._component_ == "torch.nn.MSELoss"
+    assert settings.stage_of["a"].steps == 2
 
 
 def test_defaults_are_seen_by_references(check):
@@ -312,3 +351,19 @@ def test_ranges_hold_numbers_within_their_bounds():
     assert str(Range(min=0, below=1)) == ">= 0 and < 1"
     assert Range(above=0, max=1).holds(1)
     assert not Range(above=0, max=1).holds(0)
+
+
+@dataclass
+class Sizes:
+    batch_size: int = 4
+
+    def check(self):
+        if self.batch_size < 2:
+            yield "batch_size", "is below 2"
+
+
+def test_values_are_tested_together_only_if_all_references_resolve(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("batch_size: ${.missing}\n")
+    with pytest.raises(ConfigError, match=r"refers to '\.missing', which does not exist"):
+        config.load_and_check(path, recipe=Sizes)

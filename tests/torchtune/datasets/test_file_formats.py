@@ -428,10 +428,23 @@ def test_lines_of_json_are_rows(reader, text, tmp_path):
         (f'{GOOD}\n{{"prompt": "\\ud83d"}}\n'.encode(), r"line 2: \\ud83d is half of a character"),
         (b'{"prompt": ' + b"[" * 100_000, "line 1: it is nested too deeply"),
         (b'{"prompt": ' + b"1" * 5_000 + b"}", "line 1: no JSON, Exceeds the limit"),
+        (b'{"prompt": "a\tb"}', "line 1: no JSON, Invalid control character at column 14"),
         (f'{GOOD}\n{{"prompt": "a", "prompt": "b"}}\n'.encode(), "line 2: the key 'prompt' has two values: keep one"),
         (b'{"prompt": {"role": "user", "role": "system"}}', "line 1: the key 'role' has two values: keep one"),
     ],
-    ids=["broken", "Latin-1", "UTF-16", "bytes of its mark", "NUL", "surrogate", "deep", "digits", "keys", "deep keys"],
+    ids=[
+        "broken",
+        "Latin-1",
+        "UTF-16",
+        "bytes of its mark",
+        "NUL",
+        "surrogate",
+        "deep",
+        "digits",
+        "tab",
+        "keys",
+        "deep keys",
+    ],
 )
 def test_broken_lines_are_refused_by_number(reader, text, words, tmp_path):
     path = tmp_path / "rows.jsonl"

@@ -109,6 +109,8 @@ def test_hub_that_cannot_be_reached_for_a_data_file_is_one_sentence(tmp_path, mo
 
 def test_missing_or_empty_file_is_refused(tmp_path):
     assert "There is no data file" in refused(tmp_path, source=str(tmp_path / "no.jsonl"))
+    for data_files in (1e-5, [3], {"train": 3}):
+        assert "which is no path: give the path of a file" in refused(tmp_path, source="json", data_files=data_files)
     assert "There is no data file" in refused(tmp_path, source="json", data_files=str(tmp_path / "no.jsonl"))
     assert "There is no data file" in refused(tmp_path, source="a/b", data_files=str(tmp_path / "no.jsonl"))
     empty = tmp_path / "empty.jsonl"

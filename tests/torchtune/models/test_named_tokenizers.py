@@ -10,7 +10,7 @@ from tests.torchtune.models.tokenizer_files import write_bpe, write_ranks, write
 from tests.torchtune.tokenizers.chat_conversations import TOOLS, call
 from tests.torchtune.tokenizers.chat_templates_mistral import CONTROL
 from torchtune.data import ChatMLTemplate, DataError, Message, mask_messages
-from torchtune.models.gemma import GemmaTokenizer, gemma_tokenizer
+from torchtune.models.gemma import GemmaChatTemplate, GemmaTokenizer, gemma_tokenizer
 from torchtune.models.llama2 import Llama2Tokenizer
 from torchtune.models.llama3 import LLAMA3_SPECIAL_TOKENS, Llama3Tokenizer, llama3_tokenizer
 from torchtune.models.mistral import (
@@ -307,6 +307,15 @@ def test_gemma_chat_template_ends_turns_and_refuses_other_roles(folder, pieces):
             tokenizer.tokenize_messages([message])
     with pytest.raises(DataError, match="no token <end_of_turn>"):
         gemma_tokenizer(pieces, prompt_template=path)
+
+
+def test_gemma_chat_template_loses_no_system_message():
+    template = GemmaChatTemplate()
+    question = Message("user", "red?")
+    formatted = template([Message("system", "Be short."), Message("system", "Be kind."), question])
+    assert formatted[0].text_content == "<start_of_turn>user\nBe short.\n\nBe kind.\n\nred?<end_of_turn>\n"
+    with pytest.raises(DataError, match="system message without a later turn of the user"):
+        template([question, Message("system", "Be short.")])
 
 
 # Phi

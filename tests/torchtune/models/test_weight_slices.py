@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtune.models import ModelError
-from torchtune.models._weight_map import Identity, Op
+from torchtune.models._weight_map import Group, Identity, Op
 from torchtune.models._weight_ops import ExpertAdapter, FusedAdapter, InterleaveRope, Split, Stack
 
 DESCRIPTION = SimpleNamespace(head_dim=8, q_dim=5, k_dim=3, v_dim=4, num_experts=4)
@@ -65,6 +65,16 @@ def test_any_slice_is_read_as_from_the_whole_tensor(op, external):
             copy_part(op, which, tune_tensor, slices, external, written)
             assert sum(int((tensor >= 0).sum()) for tensor in written) == tune_tensor[slices].numel()
             assert all(bool(((w == e) | (w < 0)).all()) for w, e in zip(written, external, strict=True))
+
+
+def test_a_group_reads_a_slice_of_one_tensor_by_the_names_of_its_files():
+    external = {f"{i}.weight": tensor for i, tensor in enumerate(matrices((3, 4), (3, 4)))}
+    group = Group(tuple(external), ("experts",), Stack(), DESCRIPTION)
+    slices = (slice(1, 2), slice(0, 2), slice(1, 4))
+    target = torch.empty(1, 2, 3)
+    shapes = [tensor.shape for tensor in external.values()]
+    group.read("experts", slices, target, shapes, lambda name, part: external[name][part])
+    assert torch.equal(target, torch.stack(list(external.values()))[slices])
 
 
 def test_any_slice_of_a_fused_adapter_is_read_as_from_the_whole():

@@ -159,8 +159,8 @@ def read(config: Mapping[str, Any], ignore_fields: Collection[str] = ()) -> Deep
 def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[Description, tuple[int, ...]]:
     """Read the text decoder, and the indices of its layers with cross-attention before them."""
     fields = Fields(config, _NAME, set(ignore_fields))
-    cross_layers = fields.list_of("cross_attention_layers", _NUM_LAYERS, int, _CROSS_LAYERS)
     num_layers = config.pop("num_hidden_layers", _NUM_LAYERS)  # self-attention and cross-attention
+    cross_layers = fields.list_of("cross_attention_layers", num_layers, int, _CROSS_LAYERS)
     # The self-attention layer after a cross-attention, counted without cross-attention.
     fusion_layers = tuple(layer - num_before for num_before, layer in enumerate(cross_layers))
     fits = is_whole(num_layers, 2**16) and len(fusion_layers) > 0
@@ -178,14 +178,14 @@ def _read_text(config: dict[str, Any], ignore_fields: Collection[str]) -> tuple[
         raise fields.refusal("attention_dropout", config["attention_dropout"])
     if dropout:
         config["attention_dropout"] = dropout
-    if "rope_parameters" not in config:
+    if "rope_parameters" not in config:  # which has the base inside
         config.setdefault("rope_theta", 500_000.0)
     config.pop("cross_attention_layers", None)
     config["num_hidden_layers"] = num_layers - len(fusion_layers)
     text = _TEXT.read(config, ignore_fields)
-    if text.tie_word_embeddings:
+    if text.tie_word_embeddings:  # the embeddings have rows of special tokens, which the output projection lacks
         raise fields.refusal("tie_word_embeddings", fields.peek("tie_word_embeddings"))
-    if text.head_dim * text.num_heads != text.embed_dim:
+    if text.head_dim * text.num_heads != text.embed_dim:  # transformers has no field for it
         raise fields.refusal("head_dim", fields.peek("head_dim"))
     return text, fusion_layers
 
@@ -200,8 +200,8 @@ def _read_vision(config: dict[str, Any], output_dim: int, ignore_fields: Collect
     """
     # Configs of 2024 have tie_word_embeddings here, although the image encoder has no tokens.
     fields = Fields(config, f"{_NAME} (vision_config)", {*ignore_fields, "tie_word_embeddings"})
-    hidden_layers = tuple(fields.list_of("intermediate_layers_indices", _NUM_LAYERS, int, _HIDDEN_LAYERS))
     values = {attribute: fields.typed(name, default) for name, attribute, default in _TOWER_FIELDS}
+    hidden_layers = tuple(fields.list_of("intermediate_layers_indices", values["num_layers"], int, _HIDDEN_LAYERS))
     vision = TilesDescription(
         **values,
         intermediate_dim=4 * values["embed_dim"],
@@ -209,7 +209,7 @@ def _read_vision(config: dict[str, Any], output_dim: int, ignore_fields: Collect
         hidden_layers=hidden_layers,
         norm_eps=float(fields.take("norm_eps", 1e-5)),
     )
-    fields.typed("num_attention_heads", vision.num_heads)
+    fields.typed("num_attention_heads", vision.num_heads)  # marks it as read: attention_heads is the field that counts
     # Fields with one supported value: (name, value, default of transformers).
     for name, value, default in (
         ("hidden_act", "gelu", "gelu"),
@@ -234,6 +234,7 @@ def write(d: DeepFusionDescription) -> dict[str, Any]:
         ModelError: a ``config.json`` cannot express the description.
     """
     text = _TEXT.write(d.text)
+    # Of the whole model, computed by transformers from other fields, and called "dropout" in this architecture.
     for name in ("architectures", "head_dim", "attention_dropout"):
         text.pop(name, None)
     text["num_hidden_layers"] = d.num_layers + len(d.fusion_layers)
@@ -252,7 +253,7 @@ def write(d: DeepFusionDescription) -> dict[str, Any]:
     config = {
         "architectures": [_NAME],
         "model_type": "mllama",
-        "image_token_index": d.vocab_size,
+        "image_token_index": d.vocab_size,  # the first of the special tokens, which follow the vocabulary
         "text_config": text,
         "vision_config": vision,
     }

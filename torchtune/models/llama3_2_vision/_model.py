@@ -68,6 +68,7 @@ class Llama3VisionProjectionHead(nn.Module):
         hidden_states = hidden_states or []
         if len(hidden_states) != self.num_hidden:
             raise ValueError(f"The projection head needs {self.num_hidden} hidden states, got {len(hidden_states)}.")
+        # The layers attend to all tokens of an image, across its tiles.
         if tiles is None:
             shape = x.shape
             x = x.flatten(2, 3).flatten(0, 1)  # [b * images, tiles * tokens, d]
@@ -164,7 +165,7 @@ def adapt(
     training: dict[str, PartTraining] = {}
     for part, has_adapters in parts.items():
         training[part] = "lora" if has_adapters else "frozen"
-    check_parts(training, "lora", "")
+    check_parts(training, "lora", "")  # the values are valid: it only raises if no part has adapters
     return adapt_parts(
         model,
         training,
@@ -225,6 +226,10 @@ def build_decoder(text: Description, fusion_layers: Collection[int], num_special
 
 
 def _cross_attention_layer(d: Description) -> TransformerCrossAttentionLayer:
+    """Build a layer with cross-attention of the text to all features of its images.
+
+    It has no RoPE, because features have no positions in the text. New gates are closed: the layer adds nothing.
+    """
     return TransformerCrossAttentionLayer(
         MultiHeadAttention(
             embed_dim=d.embed_dim,

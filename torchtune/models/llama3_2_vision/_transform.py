@@ -75,7 +75,7 @@ class Llama3VisionTransform(Llama3Tokenizer):
             dtype=dtype,
         )
         self.xattn_mask = VisionCrossAttentionMask(tile_size, patch_size, self.image_id)
-        self.image_seq_len = max_num_tiles * (self.xattn_mask.patches_per_tile + 1)
+        self.image_seq_len = max_num_tiles * (self.xattn_mask.patches_per_tile + 1)  # 1: the class token of a tile
 
     @property
     def tokenizer(self) -> "Llama3VisionTransform":

@@ -76,7 +76,8 @@ def llama4_decoder(
         use_qk_norm: whether queries and keys are normalized per head after RoPE.
         moe_every_n_layers: every n-th layer has experts; by default every layer.
         mlp_hidden_dim: width of feed-forward layers without experts.
-        skip_rope_interval: every n-th layer has no RoPE, and attends to all positions; by default none.
+        skip_rope_interval: every n-th layer has no RoPE, attends to all positions, and scales queries by a factor that
+            grows with the logarithm of their position; by default none.
         attention_chunk_size: size of the chunks of attention in the other layers; by default none.
         use_scaled_rope: whether RoPE has Llama 3.1's scaling, with the following numbers.
         rope_scale_factor: factor of long wavelengths.
@@ -101,7 +102,7 @@ def llama4_decoder(
         "num_experts_per_tok": experts_per_token,
         "use_qk_norm": use_qk_norm,
         "interleave_moe_layer_step": moe_every_n_layers or 1,
-        "no_rope_layers": [1] * num_layers,
+        "no_rope_layers": [1] * num_layers,  # despite the name, 1 is a layer with RoPE
     }
     if skip_rope_interval:
         for layer in range(skip_rope_interval - 1, num_layers, skip_rope_interval):
@@ -109,6 +110,7 @@ def llama4_decoder(
     if attention_chunk_size:
         config["attention_chunk_size"] = attention_chunk_size
     else:
+        # Without types, layers with RoPE would have the default: chunks of 8192 positions.
         config["layer_types"] = ["full_attention"] * num_layers
     if use_scaled_rope:
         config["rope_scaling"] = {
@@ -119,7 +121,7 @@ def llama4_decoder(
             "original_max_position_embeddings": old_context_len,
         }
     description = SPEC.from_hf_config(config)
-    if not use_shared_expert:
+    if not use_shared_expert:  # which a config.json cannot express
         description = replace(description, shared_expert_dim=0)
     return build(description, SPEC)
 
@@ -280,6 +282,7 @@ def _lora_builder(name: str, title: str, prefix: str = "lora_") -> Builder:
             {
                 "language_model": decoder_trainable,
                 "vision_tower": encoder_trainable,
+                # As in earlier releases; adapt_parts itself adapts a projector whatever the flag.
                 "projector": fusion_trainable if apply_lora_to_output else "frozen",
             },
             lora_attn_modules=lora_attn_modules,

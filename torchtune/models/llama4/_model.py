@@ -42,7 +42,8 @@ def _read(fields: Fields) -> dict[str, Any]:
         "chunk": chunk if chunk_layers else None,
         "chunk_layers": chunk_layers,
     }
-    # In layers without RoPE, queries grow with the logarithm of their position.
+    # In layers without RoPE, queries grow with the logarithm of their position. The fields are read even if they have
+    # no effect, because an unread field is refused.
     growth = float(fields.take("attn_scale", 0.1))
     growth_span = fields.take("floor_scale", 8192)
     if fields.take("attn_temperature_tuning", True) and unrotated_layers:

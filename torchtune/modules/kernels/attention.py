@@ -52,10 +52,11 @@ class TileMask:
             queries = q[images]  # [images, n, s, h]
             keys = k[images]
             values = v[images]
-            # Pairs of padding tokens are masked: real tokens attend to all tokens, and padding tokens to real ones.
+            # Two calls without a mask instead of one with a mask: real tokens attend to all tokens, and padding tokens
+            # to real ones.
             real_output = F.scaled_dot_product_attention(queries[:, :, :num_real], keys, values, dropout_p=dropout_p)
             outputs_of_group = [real_output]
-            if num_real < q.shape[2]:
+            if num_real < q.shape[2]:  # the images have padding
                 real_keys = keys[:, :, :num_real]
                 real_values = values[:, :, :num_real]
                 padding_output = F.scaled_dot_product_attention(
@@ -120,8 +121,8 @@ def attention(
 
     Raises:
         ValueError: both ``documents`` and ``mask``, documents that do not cover the ``b * s`` positions, dropout with a
-            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, or documents that are not causal with a
-            window, a soft cap or sinks.
+            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, documents that are not causal with a
+            window, a soft cap or sinks, or several causal queries and another number of keys with a soft cap or sinks.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
@@ -129,7 +130,8 @@ def attention(
         torch.Size([1, 2, 3, 4])
     """
     _check_arguments(documents, mask, is_causal, dropout_p, window, softcap, sinks, chunk)
-    if documents is not None and documents.num_tokens is not None:  # kernels of all documents at once do not check
+    # Kernels of all documents at once do not check. Without num_tokens, the host would wait for the device to know it.
+    if documents is not None and documents.num_tokens is not None:
         check_coverage(documents.num_tokens, q.shape[0] * q.shape[1])
     num_queries = q.shape[1]
     num_keys = k.shape[1]
@@ -137,8 +139,8 @@ def attention(
     if is_causal_row and num_queries == 1 < num_keys:
         # Decoding: one token after all cached keys, of which it sees those of its window or chunk.
         num_visible = window
-        if chunk is not None:
-            num_visible = (num_keys - 1) % chunk + 1
+        if chunk is not None:  # a layer has a window or chunks, not both
+            num_visible = (num_keys - 1) % chunk + 1  # from the beginning of the last key's chunk
         if num_visible is not None:
             k = k[:, -num_visible:]
             v = v[:, -num_visible:]
@@ -148,12 +150,18 @@ def attention(
         is_causal = False
         window = None
         chunk = None
+    if is_causal_row and num_queries != num_keys and (softcap is not None or sinks is not None):
+        # The kernel of rows with these options has no causal mask, which rows of equal lengths get as documents.
+        raise ValueError(
+            f"Causal attention of {num_queries} queries to {num_keys} keys with a soft cap or sinks needs a mask."
+        )
     if documents is None:
-        # A window or chunk that covers the whole row masks nothing.
+        # A window or chunk that covers the whole row masks nothing; without it, a kernel that has none can run.
         if window is not None and window >= num_keys:
             window = None
         if chunk is not None and chunk >= num_keys:
             chunk = None
+    # Documents have as many keys as queries. With dropout there are no options, and SDPA computes all rows in one call.
     if is_causal_row and not dropout_p and num_queries == num_keys:
         has_options = window is not None or chunk is not None or softcap is not None or sinks is not None
         # The kernels of documents compute all options; on a CPU they are also faster for rows.
@@ -162,7 +170,7 @@ def attention(
     if isinstance(mask, Tensor):
         if window is not None:
             mask = mask & _in_window(mask, window)
-            window = None
+            window = None  # kernels of a bool mask have none
         if chunk is not None:
             # The query's position follows from its number of visible keys; the chunk up to there is a window.
             position = mask.sum(-1, keepdim=True) - 1  # [b, s, 1]
@@ -178,7 +186,7 @@ def attention(
         softcap=softcap or 0.0,
         sinks=sinks is not None,
         dropout=dropout_p > 0.0,
-        is_causal=is_causal or mask is not None,
+        is_causal=is_causal or mask is not None,  # a mask decides alone, so that no kernel is excluded
         sees=_visibility_of(documents, mask),
     )
     if kernel is Kernel.TILES:
@@ -317,7 +325,7 @@ def choose_kernel(
     is_cuda = device.type == "cuda"
     card = None
     if is_cuda:
-        _load_varlen()
+        _load_varlen()  # here, because compiled layers cannot import the kernel that may be chosen
         card = card_of(device)
     for row in ATTENTION_KERNELS:
         if row.sees is not sees or (row.cuda_only and not is_cuda):
@@ -441,7 +449,7 @@ def _packed_attention(
     v_flat = v.flatten(0, 1)
     cu_seqlens = documents.cu_seqlens
     cu_keys = cu_seqlens
-    if is_causal and documents.shared is not None:
+    if is_causal and documents.shared is not None:  # bidirectional models take no shared prefixes
         k_flat = prepend_shared_prefix(documents.shared, k_flat)
         v_flat = prepend_shared_prefix(documents.shared, v_flat)
         cu_keys = documents.shared.cu_keys
@@ -468,7 +476,7 @@ def _in_window(mask: Tensor, window: int | Tensor) -> Tensor:
 def _scored_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with materialized float32 scores, for masks and so for generation."""
+    """Attention with materialized float32 scores, for masks and so for generation; without a mask, to all keys."""
     n_kv = k.shape[2]
     head_dim = q.shape[-1]
     # The m query heads of each of g groups share a key head.
@@ -499,7 +507,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_ca
     b, s, n, h = q.shape
     n_kv = k.shape[2]
     if q.is_cuda:
-        card_of(q.device)  # keeps torch from cuDNN's attention
+        card_of(q.device)  # keeps torch from cuDNN's attention, which makes a plan for every new shape
     head_mask = None
     if mask is not None:
         head_mask = mask[:, None]  # [b, 1, s, t]
@@ -580,7 +588,7 @@ def attention_backend(
         mask: whether there is a mask.
         kind: ``head_dim``, ``window``, ``softcap`` and ``sinks`` of :func:`choose_kernel`.
     """
-    if device.type == "cpu" and not mask:
+    if device.type == "cpu" and not mask:  # on a CPU, causal rows run as documents, too
         units = "documents" if documents else "rows"
         return f"{units} one by one, in blocks or by torch's fused kernel after length"
     has_options = kind.get("window") or kind.get("softcap") or kind.get("sinks")
@@ -592,10 +600,10 @@ def attention_backend(
         return kernel.value
     if not documents and not has_options:
         return f"{Kernel.SDPA.value} (flash or memory-efficient), causal"
-    kernel = choose_kernel(device, dtype, **kind)
+    kernel = choose_kernel(device, dtype, **kind)  # for documents; rows with options run as documents, too
     if kernel is Kernel.FLEX:
-        size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize)
-        if size is not None:
+        size = flex_blocks(card_of(device), kind.get("head_dim", 128), dtype.itemsize)  # 128: choose_kernel's default
+        if size is not None:  # None: the sizes of torch
             return f"{kernel.value}, in blocks of {size}, which this card can hold"
     return kernel.value
 
@@ -636,7 +644,7 @@ def _varlen_attention(
     is_causal: bool,
 ) -> Tensor:
     """Attention of queries ``[t, n, h]`` to keys ``[k, n_kv, h]``; a document's queries are its last positions."""
-    varlen_attn, supports_groups = _VARLEN
+    varlen_attn, supports_groups = _VARLEN  # loaded when this kernel was chosen
     group = q.shape[1] // k.shape[1]
     # Positions to the left and to the right of the query's own; -1: all.
     window_left = -1

@@ -80,7 +80,7 @@ class Boundaries:
             kernel_chunks = index_chunks(documents, kernel_chunk)
         boundaries_of_chunks = {}
         for size in chunks:
-            # For attention, the chunks of documents are documents.
+            # For attention, the chunks of documents are documents. Recurrent mixers read the documents themselves.
             boundaries_of_chunks[size] = cls.of(documents.split_into_chunks(size), block_masks)
         separated = None
         if gap:
@@ -192,7 +192,8 @@ def _split_by_length(
         key_tensors: tensors ``[k, …]`` by key.
 
     Yields:
-        Views ``[count, length, …]`` of the tensors by query, and of those by key.
+        Views ``[count, length, …]`` of the tensors by query, and of those by key. A kernel computes the documents of a
+        run in one call, and writes outputs through the views.
     """
     query_lengths = cu_seqlens.diff().tolist()
     key_lengths = query_lengths
@@ -286,6 +287,7 @@ def _backward(
     cu_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and sinks; those of the sinks are zero if there are none."""
+    # Every position is in a document, whose run writes its gradients.
     grad_q = torch.empty_like(q)
     grad_k = torch.empty_like(k)
     grad_v = torch.empty_like(v)
@@ -295,6 +297,7 @@ def _backward(
         grad_run, q_run, out_run, lse_run, grad_q_run = query_tensors
         k_run, v_run, grad_k_run, grad_v_run = key_tensors
         run_window = window if window < k_run.shape[1] else 0  # a window of all keys is none
+        # For short documents in bfloat16, torch's backward pass is slower than blocks, except with AMX; see _SHORT.
         is_short = q_run.dtype == torch.bfloat16 and q_run.shape[1] <= _SHORT
         is_faster_in_blocks = is_short and has_bfloat16_vectors_only()
         if is_faster_in_blocks or _needs_blocks(q_run, k_run, run_window, softcap, sinks):
@@ -519,12 +522,14 @@ def block_attention_backward(
     # float32 sums over blocks of queries.
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
     grad_values = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
+    # The probabilities are computed again, in float32; products with them are in the dtype of the inputs.
     for block in _iter_blocks(queries, keys.float(), window, softcap, sinks):
         key_range = block.key_range
         weights = block.weights  # [b * n_kv, n / n_kv * block, keys of the block]
         block_grad = _take_block(grad_heads, block.query_range, grad.dtype)  # [b * n_kv, n / n_kv * block, h]
         grad_values[:, key_range] += torch.bmm(weights.to(v.dtype).transpose(1, 2), block_grad)
         grad_weights = torch.bmm(block_grad, values[:, key_range].transpose(1, 2)).float()
+        # Also right with a sink, whose weight `weights` lacks: a sink has no value, so that its weight has no gradient.
         grad_scores = torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, torch.float32)
         if grad_sinks is not None:
             # The sink's probability is 1 - the sum of the others, and its value is zero.
@@ -533,6 +538,7 @@ def block_attention_backward(
             grad_sinks += grad_sink_heads.sum((0, 2))
         if block.slope is not None:
             grad_scores.mul_(block.slope)
+        # Scores are scaled products, so that this is the gradient of the products.
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
         product = torch.bmm(grad_scores, keys[:, key_range])  # [b * n_kv, n / n_kv * block, h]
         grad_queries_block = grad_queries[:, :, :, block.query_range]
@@ -600,7 +606,7 @@ def _iter_blocks(
     group, s, h = queries.shape[2:]
     num_earlier = keys.shape[1] - s  # positions with keys and without queries
     future = _causal_mask(queries.device)
-    scaled_keys = keys * h**-0.5
+    scaled_keys = keys * h**-0.5  # once, instead of the scores of every block
     for start in range(0, s, _BLOCK):
         query_range = slice(start, min(start + _BLOCK, s))
         size = query_range.stop - start
@@ -614,7 +620,7 @@ def _iter_blocks(
         slope = None
         if softcap:
             bounded = scores.div_(softcap).tanh_()
-            slope = 1 - bounded.square()
+            slope = 1 - bounded.square()  # of tanh, for the backward pass
             scores = bounded * softcap
         # A view [b * n_kv, n / n_kv, block, keys of the block]: masks are the same for all heads of a group.
         position_scores = scores.unflatten(1, (group, size))

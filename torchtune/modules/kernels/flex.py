@@ -55,7 +55,8 @@ def document_block_mask(
     key_positions = torch.arange(num_keys, device=source)
     document = torch.bucketize(positions, cu_seqlens[1:], right=True)  # [t]
     document_of_key = torch.bucketize(key_positions, cu_keys[1:], right=True)  # [k]
-    # The key of a query's own position: a document's queries are its last positions.
+    # The key of a query's own position. A document's queries are its last positions: before them come the keys of its
+    # prefix, and those of the prefixes of all earlier documents.
     num_earlier_keys = (cu_keys - cu_seqlens)[1:].long()  # [documents]
     own_key = positions + num_earlier_keys[document]  # [t]
 
@@ -66,7 +67,7 @@ def document_block_mask(
     num_before = (full_from - first)[:, None]  # [query blocks, 1]
     num_after = (last + 1 - full_to)[:, None]
     blocks_before = first[:, None] + order  # [query blocks, key blocks]
-    blocks_after = full_to[:, None] + order - num_before
+    blocks_after = full_to[:, None] + order - num_before  # listed after the `num_before` ones
     partial_blocks = torch.where(order < num_before, blocks_before, blocks_after)
     full_blocks = full_from[:, None] + order
 
@@ -123,12 +124,13 @@ def _range_of_key_blocks(
     last = own_key[last_queries] // BLOCK
 
     # Full blocks: after the document's beginning (rounded up), inside the window of the last query, up to the first
-    # query. Blocks of several documents have none.
+    # query. Blocks of several documents have none: the range begins after the last block.
     is_one_document = document[first_queries] == document[last_queries]
     full_from = torch.where(is_one_document, -(-document_begin // BLOCK), last + 1)
     if window:
         first_full_key = own_key[last_queries] - (window - 1)
         full_from = torch.maximum(full_from, (first_full_key + (BLOCK - 1)) // BLOCK)  # rounded up
+    # Between the first and the last block, and not before `full_from`, so that no number of blocks is negative.
     full_from = torch.minimum(torch.maximum(full_from, first), last + 1)
     full_to = torch.maximum((own_key[first_queries] + 1) // BLOCK, full_from)
     return first, full_from, full_to, last
@@ -273,10 +275,10 @@ def compile_friendly_flex_attention(
     size = None
     if q.is_cuda:
         size = flex_blocks(card_of(q.device), q.shape[-1], q.dtype.itemsize)
-    if size:
+    if size:  # None: torch's own sizes; 0: no size fits, for which choose_kernel has another kernel of documents
         for name in ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"):
             kernel_options[name] = size
-        kernel_options["num_stages"] = 1
+        kernel_options["num_stages"] = 1  # every further stage keeps more blocks in shared memory
     has_score_mod = window is not None or softcap is not None
     options = {
         "score_mod": cap_and_window if has_score_mod else None,

@@ -67,13 +67,14 @@ class OptionalKernel:
         """
         if device.type != "cuda" or not torch.cuda.is_available():
             return "it runs on CUDA"
-        if _allowed is not None and self.package not in _allowed:
+        if _allowed is not None and self.package not in _allowed:  # None: every package is allowed
             return f"OptionalKernels does not name {self.package}"
         version = self.installed_version()
         if version is None:
             return f"{self.package} is not installed ({self.install})"
         from packaging.version import Version  # a training machine may lack it; whoever has a kernel has it
 
+        # An unknown version is a text without a number, and is not compared.
         if version[0].isdigit() and Version(version) < Version(self.version):
             return f"{self.package} {version} is older than {self.version} ({self.install})"
         capability = torch.cuda.get_device_capability(device)
@@ -87,7 +88,7 @@ class OptionalKernel:
             names = " and ".join(str(supported).removeprefix("torch.") for supported in self.dtypes)
             return f"it takes {names}, not {str(dtype).removeprefix('torch.')}"
         for name, size in sizes.items():
-            if size > self.limits.get(name, size):
+            if size > self.limits.get(name, size):  # a size without a limit always fits
                 return f"its largest {name} is {self.limits[name]}, and this model has {size}"
         return None
 
@@ -307,13 +308,14 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def _has_grouped_products(device: torch.device) -> bool:
-    """Ask torch for a grouped product of a few numbers.
+    """Return whether torch has a kernel of grouped products for a card, by asking for a product of a few numbers.
 
     A release without a kernel for this card raises, or copies the sizes of the groups to the host and multiplies group
     by group. Torch's mode that forbids such waits tells the two apart.
     """
     if not hasattr(F, "grouped_mm"):
         return False
+    # Rows of a multiple of 16 bytes, as the kernel demands.
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     weight = x.expand(2, 16, 16).contiguous()
     counts = torch.full((2,), 8, dtype=torch.int32, device=device)

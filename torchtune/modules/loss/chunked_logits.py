@@ -357,7 +357,7 @@ def log_probs_of_rows(
     if with_entropy:
         finite = shifted.clamp(min=-1e30)  # 0 · -inf would be NaN
         sums["exp · logit"] = (exp * finite).sum(-1)
-    if group is not None:
+    if group is not None:  # the shifted logits of all shards have the same maximum subtracted, so that sums add up
         sums = sum_over_shards(sums, group)
     total = sums["exp"]
     log_probs = sums["target"] - total.log()
@@ -529,7 +529,7 @@ def token_log_probs(
     logits = Logits.of(projection)
     chunk_rows = logits.rows_of(_CHUNK_ELEMENTS)
     values_of_rows = _log_probs(rows, targets, logits, temperature, chunk_rows, with_entropy=return_entropy)
-    values_of_batch = []
+    values_of_batch = []  # log-probs, and entropies if asked for
     for values in values_of_rows:  # [n]
         zeros = values.new_zeros(len(flat_labels))  # [b * s]
         values_of_positions = zeros.index_copy(0, index, values)

@@ -111,10 +111,11 @@ def cross_entropy_(
         entropies = largest - largest_log_probs - _dot_rows(gradient, logits)
         statistics = (margins == 0, entropies)
     if terms.is_plain:
-        gradient.scatter_(-1, column, -1, reduce="add")
+        gradient.scatter_(-1, column, -1, reduce="add")  # softmax − one-hot
     else:
-        losses = _add_terms(terms, losses, largest - largest_log_probs, logits, gradient, column)
-    logits.copy_(gradient)
+        log_normalizers = largest - largest_log_probs  # log Σ exp(logit), [n]
+        losses = _add_terms(terms, losses, log_normalizers, logits, gradient, column)
+    logits.copy_(gradient)  # last, because the terms and statistics read the logits
     return losses, *statistics
 
 
@@ -192,7 +193,7 @@ def sharded_cross_entropy(
     statistics: tuple[Tensor, ...] = ()
     if with_statistics:
         entropies = log_totals - sums["exp · logit"] / sums["exp"]
-        has_largest = sums["target"] == 0  # of the shifted logits
+        has_largest = sums["target"] == 0  # the largest shifted logit of a row is 0
         statistics = (has_largest.detach(), entropies.detach())
     if terms.is_plain:
         return losses, *statistics
@@ -206,9 +207,9 @@ def sharded_cross_entropy(
     factors = terms.factors(losses, top_logits)
     if terms.label_smoothing:
         num_tokens = logits.shape[1] * group.size()
-        uniform_losses = log_totals - sums["logit"] / num_tokens
+        uniform_losses = log_totals - sums["logit"] / num_tokens  # both of shifted logits: the shift cancels
         losses = (1.0 - terms.label_smoothing) * losses + terms.label_smoothing * uniform_losses
-    log_normalizers = largest + log_totals
+    log_normalizers = largest + log_totals  # of the logits before the shift
     return factors * losses + terms.z_loss * log_normalizers.square(), *statistics
 
 
@@ -314,7 +315,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         self.ignore_index = ignore_index
         self.tp_enabled = tp_enabled
         self.mask_ignored_tokens = mask_ignored_tokens
-        # In a tuple, so that the projection does not become a submodule.
+        # In a tuple, so that the projection does not become a submodule; empty before set_model_output.
         self._projection: tuple[Any, ...] = ()
         self._terms = LossTerms(label_smoothing, z_loss, reweighting, eaft_alpha)
         # Replaced by a compiled function in apply_compile_strategy.
@@ -417,7 +418,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         target = labels.flatten()  # [b * s]
         is_ignored = None
-        if self.mask_ignored_tokens:
+        if self.mask_ignored_tokens:  # no logits of tokens without a label are computed
             if index is None:
                 index = label_index(target, self.ignore_index)
             hidden, target = self.mask_inputs(hidden, target, index)  # [m, d], [m]
@@ -431,13 +432,14 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             row_weights = row_weights.masked_fill(is_ignored, 0)
 
         logits = Logits.of(projection)
-        trained = None
+        trained = None  # the output weight, whose gradient decides the size of chunks
         if logits.is_plain and logits.parameters:
             trained = projection.weight
         chunk_rows = choose_chunk_rows(len(target), self.num_output_chunks, trained)
         chunked = ChunkedSum(hidden, logits)
         correct_sums: list[Tensor] = []  # a scalar of each chunk
         entropy_sums: list[Tensor] = []
+        # Without labels one empty chunk, so that this rank runs the collectives of the other ranks.
         for rows in chunk_slices(len(target), chunk_rows):
             chunk_weights = None
             if row_weights is not None:
@@ -445,7 +447,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             values, gradients = self._compute_chunk(
                 chunked, rows, target[rows], chunk_weights, with_statistics=metrics is not None
             )
-            if is_ignored is not None:
+            if is_ignored is not None:  # their values are those of token 0
                 values = [value.masked_fill(is_ignored[rows], 0) for value in values]
             losses, *statistics = values  # [n] each
             if metrics is not None:
@@ -453,8 +455,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
                 correct_sums.append(is_correct.sum())
                 entropy_sums.append(entropies.sum())
             if row_losses is not None:
-                row_losses.append(losses)
-            if chunk_weights is not None:
+                row_losses.append(losses)  # before the weights, for the log
+            if chunk_weights is not None:  # the gradients have them already
                 losses = losses * chunk_weights
             chunked.add(rows, losses, gradients)
             del gradients  # one is of the output weight: before the next chunk allocates its own
@@ -479,7 +481,7 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             Losses and statistics, detached, [n] each; and the gradients of ``chunked.chunk_gradients``.
         """
         chunk_hidden = chunked.chunk_hidden(rows)  # [n, d]
-        with kept_on_device():
+        with kept_on_device():  # the graph below is used at once: activation offloading must not copy its tensors
             logits = chunked.logits(chunk_hidden)  # [n, v]; with tensor parallelism, this rank's shard
             group = chunked.logits.group
             if group is not None:
@@ -496,7 +498,8 @@ class LinearCrossEntropyLoss(SFTLoss, nn.Module):
             values = self._overwrite_logits(logits_gradient, target, with_statistics=with_statistics)
             if weights is not None and chunked.needs_gradients:
                 scale_rows_(logits_gradient, weights.to(values[0].dtype))
-            # It starts from the logits: no pass over them is needed to compute their gradient from that of the losses.
+            # The backward pass starts from the logits, whose gradient is known: no pass over them computes it from that
+            # of the losses.
             return values, chunked.chunk_gradients(chunk_hidden, logits, logits_gradient)
 
     @torch.no_grad()
@@ -657,7 +660,7 @@ class ClassificationLoss(SFTLoss, nn.Module):
         hidden = hidden.flatten(0, -2)  # [b * s, d]
         if index is None:
             index = label_index(labels)
-        if not len(index):
+        if not len(index):  # 0 with a graph, because other ranks wait for this one's gradients
             return zero_loss(hidden, projection), torch.zeros((), dtype=torch.int64, device=labels.device)
         labeled_hidden = hidden.index_select(0, index)  # [n, d]
         logits = at_least_float32(projection(labeled_hidden))  # [n, c]
@@ -668,8 +671,9 @@ class ClassificationLoss(SFTLoss, nn.Module):
             if self._targets.device != labels.device:  # at the first call
                 self._targets = self._targets.to(labels.device)
             targets = self._targets.index_select(0, labels)  # [n, c] or [n, 1]
+        # Classes are floats on the way, too, so that the losses of all problems have one signature.
         losses = self._losses(logits, targets.to(logits.dtype))  # [n]
-        if self._outputs is not None:
+        if self._outputs is not None:  # inside recorded()
             self._outputs.append((logits.detach(), targets.detach()))
         if row_losses is not None:
             row_losses.append(losses.detach())

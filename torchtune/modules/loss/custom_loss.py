@@ -198,7 +198,7 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
             f"loss: it ignores the label {ignore_index}, but {CROSS_ENTROPY_IGNORE_IDX} marks positions without one: "
             "leave out ignore_index."
         )
-    if not isinstance(loss, SFTLoss) or loss.predicts_tokens:
+    if not isinstance(loss, SFTLoss) or loss.predicts_tokens:  # a plain module of logits predicts tokens
         check_causal(model, type(loss).__name__)
     if not isinstance(loss, SFTLoss):
         projection = getattr(model, "output", None)
@@ -209,16 +209,16 @@ def setup_loss(loss: Any, model: nn.Module) -> TokenLoss:
         _check(loss, len(weight), weight.device)
         loss = LogitsLoss(loss)
     elif _overrides_only_forward(type(loss)):
-        loss.set_model_output(model)
+        loss.set_model_output(model)  # an older loss takes its projection from the model
         loss = MeanLoss(loss)
     else:
         parameters = inspect.signature(loss.sum_and_count).parameters
         takes_any_keyword = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         arguments = TokenOptions.__annotations__.keys() & parameters.keys()
         if not takes_any_keyword and arguments != TokenOptions.__annotations__.keys():
-            loss = OlderLoss(loss, arguments)
+            loss = OlderLoss(loss, arguments)  # written before recipes passed all of these arguments
     balance = balance_of(model)
-    if balance is not None:
+    if balance is not None:  # a forward hook that has added it already leaves nothing to add
         loss = BalancedLoss(loss, balance)
     return loss
 
@@ -287,11 +287,11 @@ class LogitsLoss(_Adapter):
         if index is None:
             index = label_index(labels)
         count = torch.full((), len(index), device=labels.device)
-        if not len(index):
+        if not len(index):  # the loss may not take empty tensors; other ranks wait for this one's gradients
             return zero_loss(hidden, projection), count
         logits = projection(hidden[index]).float()  # [n, v]
         losses = self.loss(logits, labels[index])  # [n], or their mean
-        if losses.dim() == 0:  # the mean
+        if losses.dim() == 0:  # the mean, whose tokens can neither be weighted nor logged one by one
             refuse_weights(self.loss, weights)
             return losses * count, count
         if row_losses is not None:
@@ -381,20 +381,23 @@ def _overrides_only_forward(kind: type) -> bool:
 
 
 def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
-    """Call ``loss`` as in training, with two labeled tokens and with each of them twice; the means must agree."""
+    """Call ``loss`` as in training, with two labeled tokens and with each of them twice; the means must agree.
+
+    The loss is moved to ``device``. Raises :class:`LossError` if it is unsuitable.
+    """
     name = type(loss).__name__
     if not isinstance(loss, nn.Module):
         raise LossError(f"loss: {name} is no torch.nn.Module: give a class of torchtune.modules.loss, or one of yours.")
     if any(parameter.requires_grad for parameter in loss.parameters()):
         raise LossError(f"loss: {name} has parameters, which no optimizer would train: make them buffers.")
-    loss.to(device)
+    loss.to(device)  # its buffers, such as class weights
     labels = torch.arange(2, device=device)
-    values = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device)
+    values = torch.linspace(-1, 1, 2 * max(vocab_size, 2), device=device)  # the two labels need two tokens
     logits = values.view(2, -1).requires_grad_()  # [2, v]
     try:
         once = loss(logits, labels)
         twice = loss(logits.repeat(2, 1), labels.repeat(2))
-    except Exception as error:
+    except Exception as error:  # of any class: the loss is code of the user
         raise LossError(
             f"loss: {name} cannot be called with logits [n, v] and labels [n], which is how fine-tuning calls it: "
             f"{type(error).__name__}: {error}"
@@ -409,5 +412,6 @@ def _check(loss: Any, vocab_size: int, device: torch.device) -> None:
     if problem is not None:
         raise LossError(f"loss: {name} returns {problem}: return the mean loss, or one for each label [n].")
     returns_mean = once.dim() == 0
+    # A mean is the same for tokens that are all there twice, a sum is twice as large. Simulated tensors have no values.
     if returns_mean and not is_simulated() and not torch.allclose(once, twice, rtol=1e-3):
         raise LossError(f"loss: {name} returns no mean over the labels (reduction='sum'?): let it return the mean.")

@@ -298,6 +298,7 @@ class DivergenceLoss(nn.Module, ABC):
             label_weights = weights.flatten()[index]  # [n]
         labeled = hidden.flatten(0, -2)[index]  # [n, d]
         chunked = ChunkedSum(labeled, Logits.of(projection))
+        # Without labels one empty chunk, so that this rank runs the collectives of the other ranks.
         for rows in chunk_slices(len(index), self._chunk_rows(len(index), vocab_size)):
             divergences, gradients = self._distill_chunk(chunked, rows, teacher, vocab_size, label_weights)
             chunked.add(rows, divergences, gradients)

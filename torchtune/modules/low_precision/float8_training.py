@@ -71,13 +71,14 @@ class Float8Training(Conversion):
             ConversionError: no layer has widths that are multiples of 16.
         """
         decoder = text_decoder(model)
-        prefix = "layers."
+        prefix = "layers."  # of the paths to convert: the output projection and image encoders stay as they are
         for path, module in model.named_modules():
             if module is decoder and path:  # the decoder of a multimodal model
                 prefix = f"{path}.layers."
         supported = set()
         unsupported = []
         for path, module in model.named_modules():
+            # A subclass with a forward of its own computes more, which a float8 layer would drop.
             is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
             if not is_plain or not path.startswith(prefix):
                 continue
@@ -96,7 +97,7 @@ class Float8Training(Conversion):
         if self.emulate:
             note += ", emulated: slower than without"
         if unsupported:
-            names = ", ".join(nearest_module_names("", unsupported, count=4))
+            names = ", ".join(nearest_module_names("", unsupported, count=4))  # the first ones, layer numbers as "*"
             note += (
                 f"; {len(unsupported)} stay as they are, their widths are no multiples of {_WIDTH_MULTIPLE}: {names}"
             )

@@ -155,8 +155,8 @@ class NF4(WeightFormat):
         step = (highest - lowest) / 255
         steps_above_lowest = (scale - lowest) / step.clamp(min=_TINY)
         scale_codes = steps_above_lowest.round().to(torch.uint8)  # [n, blocks]
+        # The bits of float32 numbers as integers, which module.to(dtype) does not cast.
         scale_range = torch.cat([lowest, step], 1).view(torch.int32)  # [n, 2]
-
         # Decoding uses the quantized scales, so the nearest levels are those of the decoded scales.
         decoded_scale = _decode_scales(scale_codes, scale_range).clamp(min=_TINY)
         levels = torch.tensor(NF4_LEVELS, device=rows.device)
@@ -191,12 +191,12 @@ def _byte_to_levels(packed: Tensor, dtype: torch.dtype) -> Tensor:
     has_values = type(packed) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if has_values and key in _BYTE_TO_LEVELS:
         return _BYTE_TO_LEVELS[key]
-    pairs = []
+    pairs = []  # in the order of bytes, whose high bits are the code of the first element
     for high_level in NF4_LEVELS:
         for low_level in NF4_LEVELS:
             pairs.append([high_level, low_level])
     levels = torch.tensor(pairs, dtype=dtype, device=packed.device)  # [256, 2]
-    # By the size of an element: the dtype of twice that size.
+    # By the size of an element: a dtype of twice that size, whose values index_select copies as they are.
     dtypes_of_pairs = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
     dtype_of_pair = dtypes_of_pairs[dtype.itemsize]
     table = levels.view(dtype_of_pair).flatten()  # [256]

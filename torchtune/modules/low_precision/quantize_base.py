@@ -80,7 +80,7 @@ class QuantizeBase(Conversion):
         if target_modules is not None and not target_modules:
             raise ConversionError("QuantizeBase: target_modules is empty, name at least one module or remove the key.")
         self.dtype = dtype
-        self.options: dict[str, Any] = {}  # of the format
+        self.options: dict[str, Any] = {}  # of the format, which has the default of block_size
         if block_size is not None:
             self.options["block_size"] = block_size
         self.target_modules = None if target_modules is None else list(target_modules)
@@ -115,12 +115,12 @@ class QuantizeBase(Conversion):
             replaced.append(path)
         model.requires_grad_(False)
         for name, module, _ in _quantized_weights(model):
-            self._formats[name] = module.format
+            self._formats[name] = module.format  # from_full and to_full get names alone
         mib_after = _size_in_mib(model)
         note = f"{mib_before:,.1f} MiB of weights become {mib_after:,.1f} MiB"
         if unsupported:
             first_reason = next(iter(unsupported.values()))
-            names = ", ".join(nearest_module_names("", list(unsupported), count=4))
+            names = ", ".join(nearest_module_names("", list(unsupported), count=4))  # the first, layer numbers as "*"
             note += f"; {len(unsupported)} keep their dtype, because {first_reason}: {names}"
         return ConversionReport(name=f"Base in {self.dtype}", replaced=replaced, note=note)
 
@@ -146,7 +146,7 @@ class QuantizeBase(Conversion):
             return {path: layers[path] for path in paths}
         targets = {}
         for target in self.target_modules:
-            paths = _matching_paths(layers, (target, f"*.{target}"))
+            paths = _matching_paths(layers, (target, f"*.{target}"))  # a whole path, or its end
             if not paths:
                 raise _no_match(target, f"matches '{target}'", layers)
             for path in paths:
@@ -177,7 +177,7 @@ class QuantizeBase(Conversion):
         for path, module in targets.items():
             if isinstance(module, QuantizedModule):
                 raise ConversionError(f"QuantizeBase: '{path}' is quantized already, a base weight is quantized once.")
-            if isinstance(module, GroupedExperts):
+            if isinstance(module, GroupedExperts):  # the checks below are of linear layers
                 continue
             if module.weight in embedding_weights:
                 raise ConversionError(

@@ -444,11 +444,12 @@ class FakeQuantize(Conversion):
 
     def _fake_quantize(self, path: str, layer: nn.Module) -> FakeQuantized:
         """Make a fake-quantized layer with the parameters of ``layer``."""
-        if isinstance(layer, DoRALinear):
+        if isinstance(layer, DoRALinear):  # before LoRALinear, of which it is a subclass
             raise ConversionError(
                 f"quantizer: '{path}' has a DoRA adapter, which has no fake quantization: set use_dora to False."
             )
         if isinstance(layer, LoRALinear):
+            # The sum of base and adapter is rounded, so that the adapter has no input of its own to drop.
             check_no_dropout(layer.dropout.p)
             fake_quantized = change_class(layer, QATLoRALinear)
         elif type(layer).forward is nn.Linear.forward:
@@ -458,7 +459,7 @@ class FakeQuantize(Conversion):
                 f"quantizer: '{path}' is a {type(layer).__name__}, which computes more than a linear layer and has no "
                 "fake quantization."
             )
-        fake_quantized.set_up_fake_quant(self._base_config, self._switch)
+        fake_quantized.set_up_fake_quant(self._base_config, self._switch)  # one switch for all layers
         return fake_quantized
 
     def _set_switch(self, *_: object) -> None:

@@ -64,17 +64,19 @@ class Chunks(ABC):
         self.k = heads_first(k, key_heads)
         self.v = heads_first(v, key_heads)
         self.beta = _scalars_heads_first(beta, key_heads)[..., None]
-        # What a document's first position decays belongs to the document before it.
+        # What a document's first position decays belongs to the document before it: a decay to nothing.
         log_decays = g.float().masked_fill(resets[..., None], _CLOSED)
         log_decays = _scalars_heads_first(log_decays, key_heads)  # [n, n_k, r, c]
         num_positions = log_decays.shape[-1]
         if launches_kernels(log_decays.device):
-            # A product with a constant sums g over all pairs of positions: two launches, where five are below.
+            # A product with a constant sums g over all pairs of positions: two launches, where five are below. float32
+            # is enough, because nothing is subtracted.
             by_head = log_decays.flatten(1, 2)  # [n, n_v, c]
             pairs, causal_mask = _pairs_of_positions(num_positions, log_decays.device)
             pairs_of_matrices = pairs.expand(len(by_head), -1, -1)  # [n, c, c + c * c]
             sums = torch.baddbmm(causal_mask, by_head, pairs_of_matrices)
             sums = sums.view(*log_decays.shape[:3], -1)  # [n, n_k, r, c + c * c]
+            # Before exp_, which overwrites the logarithms.
             self.log_since_start = self._log_since_start(sums[..., num_positions - 1])
             since_state, decay = sums.exp_().split((num_positions, num_positions**2), dim=-1)
             self.since_state = since_state[..., None]
@@ -297,7 +299,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         states = empty_states(k, v)
-        states[0] = 0.0 if state is None else state
+        states[0] = 0.0 if state is None else state  # before the first chunk
         chunks_per_group = _chunks_per_group(kind, k, v)
         inputs = [_pad(tensor, chunks_per_group) for tensor in (q, k, v, g, beta, resets)]
         out = torch.empty_like(inputs[2], memory_format=torch.contiguous_format)
@@ -309,7 +311,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
                 starts_empty=state is None and group.start == 0,
             )
             del chunks  # before the next group allocates its own
-        return out[:, : v.shape[1]].contiguous(), states
+        return out[:, : v.shape[1]].contiguous(), states  # without padding; the fake operator's output is contiguous
 
     @torch.library.custom_op(f"torchtune::{name}_backward", mutates_args=())
     def backward(
@@ -318,8 +320,8 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         chunks_per_group = _chunks_per_group(kind, k, v)
         d_state = None  # the state after the last position has no gradient
         grad, *inputs = (_pad(tensor, chunks_per_group) for tensor in (grad, q, k, v, g, beta, resets))
-        grads = empty_gradients(*inputs[:-1])
-        for group in reversed(_groups(grad.shape[1], chunks_per_group)):
+        grads = empty_gradients(*inputs[:-1])  # `resets` has none
+        for group in reversed(_groups(grad.shape[1], chunks_per_group)):  # a state gets its gradient from later chunks
             chunks = kind(*map(group.chunks_of, inputs))
             d_out = heads_first(group.chunks_of(grad), k.shape[2])
             grads_of_group = [group.heads_first(tensor, k.shape[2]) for tensor in grads]
@@ -356,7 +358,7 @@ def chunked(name: str, kind: type[Chunks]) -> Rule:
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, resets: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         is_decoding = k.shape[1] == 1 and state is not None and not torch.is_grad_enabled()
-        if is_decoding:
+        if is_decoding:  # the recurrence itself, without a chunk's matrices and saved states
             inputs = [tensor[None] for tensor in (q, k, v, g, beta, resets)]  # one chunk of one position
             out, state = kind(*inputs).step(state)  # [b, n_k, r, 1, h_v]
             positions_first = out.movedim(3, 1)  # [b, 1, n_k, r, h_v]

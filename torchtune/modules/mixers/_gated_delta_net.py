@@ -104,7 +104,8 @@ class _DeltaChunks(Chunks):
         d_states_after = d_states[1:].flatten(0, 1)  # [n, n_k, r, h_k, h_v]
 
         # The triangular system (I + system) u = target, with system = beta * decayed_similarities below the diagonal
-        # and target = beta * error: its gradient solves the transposed system.
+        # and target = beta * error: its gradient solves the transposed system. The gradient of the system is the
+        # negative product of d_target and u; its sign is left to the sums below, which saves a pass over the matrices.
         d_target = inverse.mT @ d_written
         negative_d_system = (d_target @ written.mT).tril_(-1)  # [n, n_k, r, c, c]
         d_error = beta * d_target  # also the gradient of v
@@ -313,6 +314,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         # Of queries, keys and values.
         self.widths = (num_key_heads * key_dim, num_key_heads * key_dim, num_value_heads * value_dim)
         self.fused = fused
+        # The gate z is as wide as the values; b (write strength) and a (decay) are a number per value head.
         if fused:
             self.qkvz_proj = nn.Linear(embed_dim, sum(self.widths) + self.widths[2], bias=False)
             self.ba_proj = nn.Linear(embed_dim, 2 * num_value_heads, bias=False)
@@ -326,7 +328,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         self.dt_bias = nn.Parameter(torch.empty(num_value_heads))
         self.norm = GatedRMSNorm(value_dim, norm_eps)
         self.output_proj = nn.Linear(self.widths[2], embed_dim, bias=False)
-        self.kernel: Callable[..., Any] | None = None
+        self.kernel: Callable[..., Any] | None = None  # set by choose_kernels, when device and dtype are known
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -388,9 +390,10 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
         dt_bias = share.local_channels(self.dt_bias, per_head)
         log_decay = rate * F.softplus(a.float() + dt_bias)  # [b, s, n_v]
         beta = b.sigmoid()
+        # The kernel reads documents instead of `reach`, and neither takes nor returns a cached state.
         if self.kernel is not None and documents is not None and cache is None:
             boundaries = documents
-            if isinstance(documents, Documents):
+            if isinstance(documents, Documents):  # outside of a decoder, which makes the boundaries for all layers
                 boundaries = Boundaries.of(documents, kernel_chunk=KERNEL_CHUNK)
             out = kernel_delta_rule(
                 self.kernel, q, k, v, log_decay, beta, boundaries.cu_seqlens, boundaries.kernel_chunks
@@ -403,7 +406,7 @@ class GatedDeltaNet(RecurrentMixer, KernelUser):
             out, state = gated_delta_rule(q, k, v, log_decay, beta, reach == 0, state)
             if cache is not None:
                 cache.state[rows] = state
-        out = share.scatter_positions(out)
+        out = share.scatter_positions(out)  # all heads of this rank's positions again, as in the gate
         gate = z.unflatten(-1, (-1, self.value_dim))
         normed = self.norm(out, gate)  # [b, s, n_v, h_v]
         return self.output_proj(normed.flatten(-2))

@@ -336,7 +336,7 @@ class _GatedNorm(torch.autograd.Function):
 
         d_scale = None
         if ctx.groups == 1 and x.is_cuda:
-            # Norm and scale have one operator, whose arguments are of one dtype.
+            # Norm and scale have one operator on CUDA, if both are over all channels. Its arguments are of one dtype.
             d_scaled = grad.float().unsqueeze(-2)  # [..., 1, dim]
             needed = [True, ctx.needs_input_grad[2]]
             d_gated, d_scale = torch.ops.aten._fused_rms_norm_backward(
@@ -446,14 +446,14 @@ class Mamba2(RecurrentMixer, KernelUser):
         self.out_scale = out_scale
         inner = num_heads * head_dim
         self.widths = (inner, num_groups * state_dim, num_groups * state_dim)  # of x, b and c
-        self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)
+        self.in_proj = nn.Linear(embed_dim, inner + sum(self.widths) + num_heads, bias=False)  # z; x, b and c; dt
         self.conv = DepthwiseWeight(sum(self.widths), conv_taps, bias=True)
         self.a_log = nn.Parameter(torch.empty(num_heads))
         self.dt_bias = nn.Parameter(torch.empty(num_heads))
         self.skip = nn.Parameter(torch.empty(num_heads))
         self.norm = GatedGroupNorm(inner, num_groups, norm_eps) if has_norm else None
         self.output_proj = nn.Linear(inner, embed_dim, bias=False)
-        self.kernel: Callable[..., Any] | None = None
+        self.kernel: Callable[..., Any] | None = None  # set by choose_kernels, when device and dtype are known
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -485,7 +485,7 @@ class Mamba2(RecurrentMixer, KernelUser):
         gate_scale, *conv_scales, dt_scale = self.scales
         projected_widths = (self.widths[0], sum(self.widths), self.num_heads)
         gate, mixed, dt = self.in_proj(x).split(projected_widths, dim=-1)
-        factors = None
+        factors = None  # the convolution multiplies its weight by them, which is cheaper than its inputs
         if set(conv_scales) != {1.0}:
             factors = list(zip(self.widths, conv_scales, strict=True))
         share = self.share
@@ -507,8 +507,8 @@ class Mamba2(RecurrentMixer, KernelUser):
         dt_bias = share.local_channels(self.dt_bias, per_head)
         a_log = share.local_channels(self.a_log, per_head)
         skip = share.local_channels(self.skip, per_head)
-        if self.kernel is not None and cache is None:
-            if dt_scale != 1.0:
+        if self.kernel is not None and cache is None:  # the kernel neither takes nor returns a cached state
+            if dt_scale != 1.0:  # it has no argument for the factor
                 dt = dt.float() * dt_scale
             out = kernel_state_space(self.kernel, c, b, x, dt, dt_bias, self.dt_limits, a_log, skip, reach)
         else:
@@ -521,7 +521,7 @@ class Mamba2(RecurrentMixer, KernelUser):
             if cache is not None:
                 cache.state[rows] = state
             out = _SkipConnection.apply(out, x, skip)
-        out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p]
+        out = share.scatter_positions(out).flatten(-2)  # [b, s, heads * p], of this rank's positions, as the gate
         if gate_scale != 1.0:
             gate = gate * gate_scale
         if self.norm is None:

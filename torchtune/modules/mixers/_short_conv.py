@@ -39,7 +39,7 @@ class _CausalConv(torch.autograd.Function):
         for index, tap in enumerate(earlier):
             distance = len(earlier) - index  # of this tap's inputs, in positions
             length = max(0, num_positions - distance)
-            if index > 0:
+            if index > 0:  # the sum so far is of still earlier inputs: 0 where this tap's input begins a document
                 out[:, distance:].mul_(continues[:, :length])
             out[:, distance:].addcmul_(x[:, :length], tap)  # rounds once
         if bias is None:
@@ -96,7 +96,7 @@ class _SeparatedConv(torch.autograd.Function):
         x, weight, index = ctx.saved_tensors
         channels, taps = weight.shape
         inputs = _separated(x, index, ctx.row_length, taps - 1)
-        d_out = _separated(grad, index, ctx.row_length, 0)
+        d_out = _separated(grad, index, ctx.row_length, 0)  # the gap between documents has no gradient
         needed = list(ctx.needs_input_grad[:3])
         d_inputs, d_weight, d_bias = torch.ops.aten.convolution_backward(
             d_out,
@@ -113,7 +113,7 @@ class _SeparatedConv(torch.autograd.Function):
         )
         d_x = None
         if d_inputs is not None:
-            d_row = d_inputs[0, :, taps - 1 :].mT  # [row length, c]
+            d_row = d_inputs[0, :, taps - 1 :].mT  # [row length, c], without the zeros before the row
             d_x = d_row.index_select(0, index).view_as(x)
         if d_weight is not None:
             d_weight = d_weight[:, 0]  # [c, 1, K] -> [c, K]
@@ -231,7 +231,7 @@ class DepthwiseWeight(nn.Module, KernelUser):
         """
         weight = self.weight.squeeze(1)
         bias = self.bias
-        if factors is not None:
+        if factors is not None:  # in the weight, which is much smaller than the inputs
             scales = [weight.new_full((channels, 1), factor) for channels, factor in factors]
             weight = weight * torch.cat(scales)
         if share is not None:

@@ -95,7 +95,7 @@ class GroupedExperts(nn.Module, KernelUser):
         if adapter is not None:
             adapter_x = x
             mask = self.draw_dropout_mask(x)
-            if mask is not None:
+            if mask is not None:  # dropout is on the adapter's input alone
                 adapter_x = x * mask
             low = grouped_mm(adapter_x, adapter.a, groups)  # [t, rank]
             low = low * adapter.scaling  # before B, because it is narrow

@@ -209,7 +209,7 @@ def _make_groups(experts: "GroupedExperts", weights: _Weights, counts: Tensor, r
     for number, end in enumerate(row_ends(RowGroups.of(counts).ends, experts_per_group, rows)):
         first_expert = number * experts_per_group
         end_expert = min(first_expert + experts_per_group, num_experts)
-        if end > start:
+        if end > start:  # matrices of a group without rows are not decoded
             groups.append(_Group(experts=slice(first_expert, end_expert), rows=slice(start, end)))
         start = end
     return groups
@@ -244,8 +244,9 @@ class _Call:
         num_rows = len(x)
         if scores is not None:
             num_rows = scores.numel()  # a row for each copy of a token
-        # The indices of rows take little memory and a launch each. Hooks on saved tensors are those of checkpointing
-        # and offloading, which keep nothing on the device.
+        # The indices of the rows are kept for the backward pass: they take little memory, and computing them again
+        # takes a launch each. With hooks on saved tensors, those of checkpointing and offloading, nothing stays on the
+        # device.
         keeps_rows = self.inputs_node is not None and len(self.groups) == 1 and saved_tensor_hooks() is None
         out: Tensor | None = None
         projected: list[Tensor] = []
@@ -255,7 +256,7 @@ class _Call:
             if keeps_rows:
                 self._kept_rows = rows
             inputs = rows.gather(x)
-            projected = []  # [r, h] each
+            projected = []  # [r, h] each; those of the group before are freed
             for name in experts.input_matrices:
                 projected.append(_Projection(experts, name, inputs, rows.by_expert, weights).output())
             del inputs
@@ -274,7 +275,7 @@ class _Call:
         elif scores is not None:
             by_token = out.view(*scores.shape, -1)  # [t * k, d] -> [t, k, d]
             out = by_token.sum(1)
-        return out, projected
+        return out, projected  # of the only group, if they are saved: several groups save none
 
     def rows_of(self, group: _Group, counts: Tensor, scores: Tensor | None, order: Tensor | None) -> _Rows:
         """Return the rows of a group in the backward pass: those of the forward pass if they were kept."""
@@ -333,7 +334,8 @@ class _FrozenExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        x, counts, scores, order, *tensors = call.inputs_node.saved_tensors  # once: it may compute a layer again
+        # Read once: with activation checkpointing, reading saved tensors computes a layer again.
+        x, counts, scores, order, *tensors = call.inputs_node.saved_tensors
         projected = ctx.saved_tensors
         _, needs_x, _, needs_scores, _, *needs_tensors = ctx.needs_input_grad
         copies_per_token = 1
@@ -343,7 +345,7 @@ class _FrozenExperts(torch.autograd.Function):
         grad_scores: Tensor | None = None
         if needs_scores:
             grad_scores = torch.empty_like(scores)
-        trained: dict[str, Tensor] = {}  # name -> gradient
+        trained: dict[str, Tensor] = {}  # name -> gradient, which stays zero for experts without rows
         for position, needs_gradient in enumerate(needs_tensors):
             if needs_gradient:
                 trained[call.weights.name_of(position)] = torch.zeros_like(tensors[position])
@@ -480,6 +482,7 @@ class _Projection:
             grad_low = grouped_mm(grad, self.adapter.b.transpose(1, 2), self.rows)  # [r, rank]
             if scores is not None:
                 grad_scores += (low * grad_low).sum(-1, dtype=torch.float32)
+                # Scores scale both narrow factors, instead of `grad` [r, o].
                 low = low * scores
                 grad_low = grad_low * scores
             grad_low = grad_low * self.adapter.scaling
@@ -533,6 +536,7 @@ def _backward_of_group(
     projections = [_Projection(experts, name, inputs, rows.by_expert, weights) for name in experts.input_matrices]
     if not projected:
         projected = [projection.output() for projection in projections]
+    # Autograd differentiates the activation alone: the products have their gradients in _Projection.
     leaves = [output.detach().requires_grad_() for output in projected]
     with torch.enable_grad():
         hidden = experts.activate(*leaves)  # [r, h]
@@ -608,11 +612,13 @@ def apply_frozen_experts(
     call = _Call(experts, weights, groups, saves_projected=saves_projected)
     inputs = (x, counts, scores, order, *weights.tensors)
     needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in inputs)
-    if not (needs_gradients and torch.is_grad_enabled()):
+    if not (needs_gradients and torch.is_grad_enabled()):  # nothing is saved for a backward pass
         out, _ = call.compute(x, counts, scores, order, weights.tensors)
         return out
-    if experts.draws_random_numbers():
+    if experts.draws_random_numbers():  # before the forward pass draws the dropout that the backward pass repeats
         call.random_state = _RandomState(x.device)
+    # Two nodes: the first saves the inputs before the experts are computed (see _SaveInputs), and the backward pass of
+    # the second reads them from the first.
     inputs = _SaveInputs.apply(*inputs)
     call.inputs_node = next(tensor.grad_fn for tensor in inputs if tensor is not None and tensor.requires_grad)
     return _FrozenExperts.apply(call, *inputs)

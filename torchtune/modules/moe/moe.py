@@ -75,7 +75,7 @@ class TokenChoiceTopKRouter(nn.Module):
         self.groups = groups
         self.top_groups = top_groups
         self.balance: Any = None  # set by torchtune.modules.moe.balance.BalancingLoss
-        self.tokens_per_expert: Tensor | None = None  # int64 [e], since training began
+        self.tokens_per_expert: Tensor | None = None  # int64 [e], since training began; None before the first call
         self.selection_bias = None
         if selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
@@ -101,10 +101,11 @@ class TokenChoiceTopKRouter(nn.Module):
             x = rms_norm(x, self.norm_eps) * self.channel_scale * self.dim**-0.5
         logits = self.gate(x)  # [t, e]
         scores = None  # of all experts, [t, e]
-        selects_by_score = self.selection_bias is None and self.top_groups == self.groups
+        selects_by_score = self.selection_bias is None and self.top_groups == self.groups  # all groups are selected
         is_softmax_of_selected = self.score_function == "softmax" and self.normalize and not self.sum_eps
         if is_softmax_of_selected and selects_by_score and self.balance is None:
-            # A softmax over all experts, divided by its sum over the selected ones, is a softmax over these.
+            # A softmax over all experts, divided by its sum over the selected ones, is a softmax over these. Bias,
+            # groups and a balancing loss need the scores of all experts.
             top_logits, selected_experts = logits.float().topk(self.experts_per_token, dim=-1)  # [t, k], [t, k]
             selected_scores = top_logits.softmax(-1)
         else:
@@ -136,6 +137,7 @@ class TokenChoiceTopKRouter(nn.Module):
             if self.tokens_per_expert is None:
                 self.tokens_per_expert = torch.zeros_like(counts)
             _add_counts(counts, self.tokens_per_expert)
+            # Without gradients, no backward pass follows, in which the balancing loss would get its gradient.
             if self.balance is not None and torch.is_grad_enabled():
                 probabilities = scores  # [t, e]
                 if self.score_function == "sigmoid":  # those of a token do not sum to 1
@@ -314,7 +316,7 @@ class MoE(nn.Module):
         """
         copies = scores.shape[1]  # k, a copy for each selected expert
         inverse = invert_permutation(order)
-        if self.scales_input:
+        if self.scales_input:  # each copy has its own score, so that copies are made before they are permuted
             scaled = tokens.unsqueeze(1) * scores.unsqueeze(-1).to(tokens.dtype)  # [t, k, d]
             rows = permute_rows(scaled.flatten(0, 1), order, inverse)  # [t * k, d]
         else:

@@ -125,7 +125,8 @@ class SequenceShare(MixerShare):
                 by_rank.append(block.unflatten(-1, (num_ranks, -1)))
                 local_size += self.num_heads(heads) * head_dim
             local_sizes.append(local_size)
-        # The reach goes along as another channel, which saves a collective. Integers up to 256 are exact in any dtype.
+        # The reach goes along as another channel, which saves a collective. Integers up to 256 are exact in any dtype;
+        # mixers compare the reach with 0 and with the few taps of a convolution alone.
         reach_channel = reach.clamp(max=256).to(by_rank[0].dtype)[:, :, None, None]  # [b, s / ranks, 1, 1]
         by_rank.append(reach_channel.expand(-1, -1, num_ranks, 1))
         shards = torch.cat(by_rank, dim=-1)  # [b, s / ranks, ranks, local channels + 1]

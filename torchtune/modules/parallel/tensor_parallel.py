@@ -226,7 +226,7 @@ class VocabParallel(ParallelStyle):
             return _join_embeddings(embedded, is_elsewhere, group)
 
         def project(x: Tensor) -> Tensor:
-            logits = vocabulary_parallel_linear(x, module.weight)  # [b, s, v]
+            logits = vocabulary_parallel_linear(x, module.weight)  # [b, s, v], all-gathered
             return soft_cap(logits, softcap)
 
         if isinstance(module, nn.Embedding):
@@ -284,7 +284,7 @@ class HeadParallel(ParallelStyle):
             width = weight.shape[1]
             part = x.narrow(-1, group.rank() * width, width)  # [..., d / ranks]
             summand = F.linear(part, weight)  # [..., c]
-            return sum_of_equals(summand, group)
+            return sum_of_equals(summand, group)  # whose gradient is that of the logits, equal on all ranks
 
         module.forward = forward
         return module
@@ -304,7 +304,7 @@ class GrownVocabParallel(VocabParallel):
         self.check(type(module).__name__, module, device_mesh.size())
         place_parameters(module, device_mesh, {"weight": Shard(0), NEW_ROWS: Replicate()})
         if not isinstance(module, GrownEmbedding):
-            return module  # a projection computes with its shard by itself
+            return module  # GrownLinear.forward computes with its shard by itself
         group = device_mesh.get_group()
 
         def embed(tokens: Tensor) -> Tensor:
@@ -313,6 +313,7 @@ class GrownVocabParallel(VocabParallel):
             first_new = module.num_embeddings - len(new_rows)
             rows, is_elsewhere = _rows_of_shard(tokens, weight, group)
             old = F.embedding(rows, weight)  # [b, s, d]
+            # All tokens by both, because the host does not know which of them are new; an old token's row is not used.
             new = F.embedding((tokens - first_new).clamp(min=0), new_rows)  # [b, s, d]
             is_new = tokens >= first_new  # [b, s]
             embedded = torch.where(is_new.unsqueeze(-1), new, old)

@@ -181,11 +181,12 @@ def disable_adapter(model: nn.Module) -> Generator[None, None, None]:
         ...     reference = model(torch.tensor([[5, 40, 7]]))  # logits of the base model
     """
     for conversion in get_conversions(model):
-        for name in sorted(conversion.trained_weights(model)):
+        for name in sorted(conversion.trained_weights(model)):  # the first name stands for all
             raise ConversionError(
                 f"'{name}' is trained beside the adapter, so the base model's answers are lost with its first update: "
                 "give the reference a checkpoint of its own, or leave the module out of train_modules."
             )
+    # Trained parameters that no switch turns off, such as rows of new tokens: the base model cannot be computed.
     still_enabled = owned_parameters(model)
     for path, module in adapter_modules(model):
         if hasattr(module, "disabled"):
@@ -288,7 +289,7 @@ def validate_missing_and_unexpected_for_lora(
     def is_of_adapter(key: str) -> bool:
         if not is_adapter_key(key):
             return False
-        if state_dict_keys is not None or not names:
+        if state_dict_keys is not None or not names:  # no module is named: every adapter key counts
             return True
         module_path = key.rpartition(".lora_")[0] or key.removesuffix(".magnitude")
         module_name = module_path.rpartition(".")[2]
@@ -303,7 +304,7 @@ def validate_missing_and_unexpected_for_lora(
             examples += f" and {len(keys) - 3} more"
         raise ConversionError(f"{problem}: {examples}; check that model and checkpoint belong together.")
 
-    # The base is loaded without the adapter's keys, and the adapter without the base's.
+    # The base is loaded without the adapter's keys, and the adapter without the base's: each misses those of the other.
     missing_base_keys = [key for key in base_missing or () if not is_of_adapter(key)]
     missing_adapter_keys = [key for key in lora_missing or () if is_of_adapter(key)]
     refuse("Keys of the base are missing from the checkpoint", missing_base_keys)

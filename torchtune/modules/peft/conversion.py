@@ -176,7 +176,7 @@ class LoRA(Conversion):
         self.rank_pattern = dict(rank_pattern or {})
         self.alpha_pattern = dict(alpha_pattern or {})
         self._check_number_patterns()
-        if not self._targets():
+        if not self._targets():  # an empty list, and neither MLPs nor the output
             raise ConversionError("LoRA: no module is chosen, name at least one in attn_modules or target_modules.")
 
     @property
@@ -212,6 +212,7 @@ class LoRA(Conversion):
             return {pattern: _path_patterns([pattern]) for pattern in self.target_modules}
         targets = {}
         for target in self.attn_modules:
+            # The name itself, and the projections of latent attention that take its place.
             paths = [f"attn.{name}" for name in ATTENTION_TARGETS.get(target, (target,))]
             if target != "output_proj":
                 # A mixer that replaces attention has its place, `attn`; one that accompanies it is `mixer`.
@@ -242,7 +243,8 @@ class LoRA(Conversion):
                 self._raise_unmatched(model, target, list(linears))
             for path in matching:
                 chosen[path] = linears[path]
-        # By identity: a tied projection has the embedding's parameter as its weight.
+        # By identity: a tied projection has the embedding's parameter as its weight. An adapter of it would be merged
+        # into the embedding, too.
         embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         for path, layer in chosen.items():
             if isinstance(layer, GroupedExperts):
@@ -293,6 +295,7 @@ class LoRA(Conversion):
         trained = set().union(*matching.values())
         output = getattr(model, "output", None)
         for pattern, paths in matching.items():
+            # A tied output is no module with parameters, so that no path matches; it is trained with the embedding.
             if pattern == "output" and isinstance(output, TiedLinear):
                 if not any(path.endswith("tok_embeddings") for path in trained):
                     raise ConversionError(
@@ -362,6 +365,7 @@ class LoRA(Conversion):
         spec = getattr(model, "spec", None)
         if spec is None:  # a model of the user's: nothing is known of its files
             return numbers
+        # Modules whose adapters peft takes for those of experts, which all have one rank and alpha.
         stacked = set(spec.parameters_in_peft(paths, model.description))
         for path in paths:
             if isinstance(model.get_submodule(path), GroupedExperts):
@@ -415,8 +419,8 @@ class LoRA(Conversion):
             rank, alpha = numbers[path]
             adapted = make(layer, rank=rank, alpha=alpha, dropout=self.dropout)
             if self.init is not None:
-                adapted.start = self.init
-            adapted.scaling = lora_scaling(rank, alpha, use_rslora=self.use_rslora)
+                adapted.start = self.init  # loading the base weight initializes the adapter from it
+            adapted.scaling = lora_scaling(rank, alpha, use_rslora=self.use_rslora)  # `make` knows no rsLoRA
             model.set_submodule(path, adapted)
 
         adapter = get_adapter_params(model)
@@ -443,7 +447,7 @@ class LoRA(Conversion):
         if spec is None:  # a model of the user's: nothing is known of its files
             return chosen, [], []
         refused: list[str] = []
-        if self.target_modules is None:  # else the user named them explicitly
+        if self.target_modules is None:  # else the user named them explicitly, and check_adapters raises
             refused = spec.refused_by_peft(chosen, model.description)
             chosen = {path: module for path, module in chosen.items() if path not in refused}
         spec.check_adapters(chosen, model.description)
@@ -472,7 +476,7 @@ class LoRA(Conversion):
             if trains_embedding and isinstance(getattr(model, "output", None), TiedLinear):
                 note += ", the embedding as one with the output tied to it"
         note += "; everything else is frozen"
-        if self.dropout and self._saved_dropout(model) != self.dropout:
+        if self.dropout and self._saved_dropout(model) != self.dropout:  # training has dropout all the same
             note += "; files say lora_dropout 0, because peft has none for experts and MLPs beside them"
         if refused:
             note += f"; no adapter for {refused[0]} and its like ({len(refused)}), which peft refuses"
@@ -549,7 +553,8 @@ class LoRA(Conversion):
         leaves = list(dict.fromkeys(path.rpartition(".")[2] for path in adapted))
         plain_leaves = set()
         for path, module in model.named_modules():
-            if isinstance(module, nn.Linear) and not isinstance(module, LoRALinear):  # with a quantized base it is both
+            # A LoRALinear with a quantized base is an nn.Linear as well.
+            if isinstance(module, nn.Linear) and not isinstance(module, LoRALinear):
                 plain_leaves.add(path.rpartition(".")[2])
         are_ambiguous = not plain_leaves.isdisjoint(leaves)
         ranks = {}

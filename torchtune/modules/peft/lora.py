@@ -60,17 +60,22 @@ class LoRAProjection(torch.autograd.Function):
         decode: Callable[..., Tensor],
         *stored: Tensor,
     ) -> Tensor:
-        """x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out]."""
+        """x and mask [..., in], W [out, in], lora_a [r, in], lora_b [out, r] -> [..., out].
+
+        The mask is True where dropout keeps an element, None without dropout; ``scale`` includes dropout's factor
+        1 / (1 - p).
+        """
         rows = x.reshape(-1, x.shape[-1])  # [n, in]
         adapter_rows = rows if mask is None else torch.where(mask.view_as(rows), rows, 0.0)
         low = adapter_rows.new_empty(adapter_rows.shape[0], lora_a.shape[0])  # [n, r]
-        torch.mm(adapter_rows, lora_a.t(), out=low)
+        torch.mm(adapter_rows, lora_a.t(), out=low)  # `out=`: selective checkpointing does not see the product
         base = linear(rows, decode(*stored), bias).to(rows.dtype)  # [n, out]; autocast may change the dtype
         y = base
         if torch.compiler.is_compiling() or in_dispatch_mode():  # which may save the base's product
             y = torch.empty_like(base)
         torch.addmm(base, low, lora_b.t(), alpha=scale, out=y)
         _, _, needs_a, needs_b, _, _, _, needs_weight, *_ = ctx.needs_input_grad
+        # Only what a required gradient reads: `rows` for those of A and W, `low` for that of B.
         saved_rows = rows if needs_weight or needs_a else None
         saved_low = low if needs_b else None
         ctx.save_for_backward(saved_rows, lora_a, lora_b, saved_low, mask, *stored)
@@ -88,7 +93,7 @@ class LoRAProjection(torch.autograd.Function):
         grad = grad.reshape(-1, grad.shape[-1])  # [n, out]
         if mask is not None:
             mask = mask.view(grad.shape[0], -1)  # [n, in]
-        if needs_x or needs_a:
+        if needs_x or needs_a:  # of x Aᵀ, which both gradients come from
             grad_low = _scaled_mm(grad, lora_b, ctx.scale)  # [n, r]
         grad_a = None
         if needs_a:
@@ -500,7 +505,7 @@ class DoRALinear(LoRALinear):
         a = self.lora_a.weight.to(x.dtype)
         b = self.lora_b.weight.to(x.dtype)
         # The norms have no gradient (Liu et al., "DoRA", 2024, section 4.3).
-        length = self.magnitude / self._norms(self.full_weight())  # [out]
+        length = self.magnitude / self._norms(self.full_weight())  # [out], at least float32
         if not self.training or self.dropout.p == 0.0:
             y = lora_projection(x, weight, self.bias, a, b, scale=self.scaling)
             return scale_rows(y, length, self.bias).to(x.dtype)
@@ -508,7 +513,8 @@ class DoRALinear(LoRALinear):
         dropped = self.dropout(x)
         adapted = lora_projection(dropped, weight, None, a, b, scale=self.scaling)
         scaled = (adapted * length).to(x.dtype)
-        # The difference is computed first: it is exactly 0 for a new adapter.
+        # The base gets the input without dropout, only the change of its output is of the dropped input. The difference
+        # is computed first: it is exactly 0 for a new adapter.
         return frozen_linear(x, weight, self.bias) + (scaled - frozen_linear(dropped, weight))
 
 

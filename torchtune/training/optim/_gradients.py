@@ -55,7 +55,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
     """Scale gradients in place so that their norm over all parameters and ranks is at most ``max_norm``.
 
     The norm is computed in float32 or wider. Gradients may be sharded over different mesh dimensions; replicas count
-    once.
+    once. A collective if gradients are sharded.
 
     Args:
         parameters: parameters; parameters without a gradient are skipped.
@@ -84,7 +84,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
             sharding = (reduced.device_mesh, reduced.placements)
         grads_by_layout.setdefault((sharding, reduced.device, reduced.dtype), []).append(reduced)
     norms = [_norm_over_ranks(same_layout) for same_layout in grads_by_layout.values()]
-    norm = _norm_of_norms(norms or [torch.zeros(())])
+    norm = _norm_of_norms(norms or [torch.zeros(())])  # 0 without any gradient
     # Of a scale on the device, the host does not know whether it is 1.
     is_scaled = isinstance(loss_scale, Tensor) or loss_scale != 1.0
     if is_scaled:
@@ -100,7 +100,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float | None, loss_s
         factor = clip
         if is_scaled and dtype != torch.float16:
             factor = clip / loss_scale
-        shards = [own_part(grad) for grad in same_kind]
+        shards = [own_part(grad) for grad in same_kind]  # partial sums, too: their sum is scaled alike
         torch._foreach_mul_(shards, factor.to(device))
     return norm
 
@@ -233,7 +233,7 @@ class LossScaler:
         if not self.is_enabled:
             return
         current = self._on_device
-        if current is None:
+        if current is None:  # the first step on which the device decides
             current = _DeviceScale(
                 factor=torch.full((), self.decided_factor, dtype=torch.float32, device=is_bad.device),
                 good_steps=torch.full((), self._good_steps, dtype=torch.int32, device=is_bad.device),

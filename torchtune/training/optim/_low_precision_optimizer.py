@@ -127,6 +127,7 @@ class LowPrecisionOptimizer(Optimizer):
             self.state_format = low_bit.name
         self.loss_scale: float | Tensor = 1.0
         self.found_inf: Tensor | None = None
+        # Calls add_param_group, which makes master weights and reads the attributes above.
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Some optimizers, such as Adagrad, make their states when they are built.
         for parameter, state in optimizer.state.items():
@@ -219,7 +220,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _step_group(self, group: dict[str, Any]) -> None:
         """Step the parameters of a group: by this library's update where there is one, else by the base optimizer."""
         rule = find_update_rule(type(self._base_optimizer), group)
-        with_rule: dict[torch.device, list[nn.Parameter]] = {}
+        with_rule: dict[torch.device, list[nn.Parameter]] = {}  # by device, to which a step's scalars are copied once
         without_rule: list[nn.Parameter] = []
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -328,14 +329,14 @@ class LowPrecisionOptimizer(Optimizer):
         # torch's SGD stores None for a buffer that it does not have.
         missing = [name for name in rule.states if state.get(name) is None]
         for name in missing:
-            state.pop(name, None)
+            state.pop(name, None)  # a None, which `_stored_state` would take for the state
             if self._is_low_bit(parameter):
                 self._stored_state(parameter, name)
             else:
                 state[name] = torch.zeros_like(own_part(parameter), dtype=self._storage_dtype(parameter))
         if not rule.counts_steps:
             is_first = bool(missing)
-            return 1 if is_first else 2
+            return 1 if is_first else 2  # only the first step has other scalars
         # The count stays in host memory: a scalar on the device would have to be read back.
         steps_before = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).cpu()
         state["step"] = steps_before + 1
@@ -360,7 +361,7 @@ class LowPrecisionOptimizer(Optimizer):
         flat_weights = weights.reshape(-1)
         flat_grads = _own_grad(parameter).reshape(-1)
         is_low_bit = self._is_low_bit(parameter)
-        if is_low_bit:
+        if is_low_bit:  # always a view: a low-bit state is written in pieces, and not copied back at the end
             flat_states = [state.view(-1) for state in states]
         else:
             flat_states = [state.reshape(-1) for state in states]
@@ -429,7 +430,7 @@ class LowPrecisionOptimizer(Optimizer):
             settings_after, step_state = self._run_base_optimizer(settings, step_weight, step_grad, step_state)
 
             self._store(parameter, master, step_weight, piece, draw=0)
-            if masters is not weights:
+            if masters is not weights:  # the 16-bit weight is the master, rounded to nearest
                 weight.copy_(master)
             # Sorted: a state takes the same draw in every run, in whichever order the optimizer makes its states.
             for draw, (key, value) in enumerate(sorted(step_state.items()), start=1):
@@ -449,7 +450,7 @@ class LowPrecisionOptimizer(Optimizer):
         return [slice(start, start + size) for start in range(0, weights.numel(), size)]
 
     def _stand_in(self, parameter: nn.Parameter, stored: Tensor, like: Tensor) -> Tensor:
-        """Return a stored tensor in float32, in the shape of ``like``: itself if it is float32, or a copy.
+        """Return a stored tensor in float32, in the shape of ``like``: itself if float32 and contiguous, or a copy.
 
         For an optimizer that is not elementwise, the full tensor is gathered from all ranks.
         """
@@ -459,7 +460,7 @@ class LowPrecisionOptimizer(Optimizer):
         stand_in = stored
         if stored.dtype in HALF:
             stand_in = stored.float()
-        stand_in = stand_in.contiguous()
+        stand_in = stand_in.contiguous()  # one layout for all: a state that the optimizer makes has that of its weight
         if not self._elementwise and isinstance(parameter, DTensor):
             sharded = DTensor.from_local(
                 stand_in,
@@ -469,7 +470,7 @@ class LowPrecisionOptimizer(Optimizer):
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            stand_in = sharded.full_tensor()  # an all-gather
+            stand_in = sharded.full_tensor()
         return stand_in
 
     def _run_base_optimizer(
@@ -549,6 +550,7 @@ class LowPrecisionOptimizer(Optimizer):
         Raises:
             OptimizerStateError: groups or names do not fit. Nothing is loaded then.
         """
+        # Both raise before anything is changed.
         check_state_format(self, state_dict)
         saved_states = self._match_states(state_dict)
         self.state.clear()
@@ -566,7 +568,7 @@ class LowPrecisionOptimizer(Optimizer):
         self._seed = int(precision.get("seed", self._seed))
         self.num_steps = int(precision.get("step", self.num_steps))
         # The run may go on in another way than the run that saved the state.
-        saved_mode = precision.get("mode", "param_dtype")
+        saved_mode = precision.get("mode", "param_dtype")  # a plain optimizer states none
         if saved_mode != self.precision:
             get_logger().warning(
                 f"The optimizer state was saved with precision {saved_mode} and goes on with {self.precision}."
@@ -607,7 +609,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _load_parameter(self, parameter: nn.Parameter, saved_state: dict[str, Any], counts_on_device: bool) -> None:
         """Load the state of a parameter, in the dtypes and on the devices of this optimizer's states."""
-        self._make_master(parameter)
+        self._make_master(parameter)  # stays if the state has none, otherwise the saved one is copied into it
         state = self.state[parameter]
         shard = own_part(parameter)
         for key, value in saved_state.items():
@@ -689,7 +691,7 @@ def _write_low_bit(state: Tensor, values: Tensor) -> None:
     upper_values = state.qmap[1:]
     borders = (upper_values - lower_values) * 0.5 + lower_values
     codes = torch.bucketize(normalized, borders, right=True, out_int32=True).to(torch.uint8)
-    if len(state.codes) < len(codes):  # 4 bits: two codes in a byte
+    if len(state.codes) < len(codes):  # 4 bits: two codes in a byte, the first one in its upper half, as in torchao
         codes = codes[::2] << 4 | codes[1::2]
     state.codes.copy_(codes)
     state.scale.copy_(scale)

@@ -98,8 +98,9 @@ def prepare_optimizer(
             decimal_rate = float(f"{float(group['lr']):.7g}")
             decimal_groups.append({**group, "lr": decimal_rate})
         optimizer = torch_class(decimal_groups)
-    if precision == "param_dtype" and low_bit is None:
+    if precision == "param_dtype" and low_bit is None:  # low-bit states are stepped in float32, see below
         return optimizer
+    # With param_dtype, a class with the methods of an optimizer is enough; the wrapper needs torch's groups and hooks.
     if not isinstance(optimizer, Optimizer):
         raise UserError(f"optimizer: {name} is not a torch.optim.Optimizer: set optimizer_precision=param_dtype.")
 
@@ -199,19 +200,31 @@ def setup_optimizer(
             f"{name}(params, …), or call prepare_optimizer with the optimizer that you have."
         )
     trained = require_trained(model)
+    if in_backward:
+        return _setup_in_backward(factory, trained, model, precision)
     parameters = [parameter for _, parameter in trained]
-    if in_backward:  # an optimizer per parameter: the first one tells whether the factory describes groups
-        optimizer = factory(parameters[:1])
-    else:
-        optimizer = factory(parameters)
-    if isinstance(optimizer, GroupedOptimizer):
+    optimizer = factory(parameters)
+    if isinstance(optimizer, GroupedOptimizer):  # a description: its groups need the names of the parameters
         optimizer.assign(trained, model)
-        factory = optimizer.make
-        optimizer = factory(parameters)
-    if not in_backward:
-        _check_complete(optimizer, trained)
-        return prepare_optimizer(optimizer, model, precision)
+        optimizer = optimizer.make(parameters)
+    _check_complete(optimizer, trained)
+    return prepare_optimizer(optimizer, model, precision)
 
+
+def _setup_in_backward(
+    factory: Callable[[list[nn.Parameter]], Optimizer],
+    trained: list[tuple[str, nn.Parameter]],
+    model: nn.Module,
+    precision: OptimizerPrecision,
+) -> OptimizerInBackward:
+    """Build an optimizer per parameter, which steps it during the backward pass."""
+    # The factory is called for each parameter below; before, only to see whether it describes groups, which are
+    # assigned once, by the names of all parameters.
+    _, first_parameter = trained[0]
+    description = factory([first_parameter])
+    if isinstance(description, GroupedOptimizer):
+        description.assign(trained, model)
+        factory = description.make
     seed = _shared_seed()  # once: a broadcast per parameter would be slow
 
     def build(parameters: list[nn.Parameter]) -> Optimizer:
@@ -330,7 +343,7 @@ class GroupedOptimizer:
                         f"{key}.lr_ratio: {self._class.__name__} has no default learning rate: set {key}.lr."
                     )
                 base_lr = lr.default
-            settings["lr"] = base_lr * group["lr_ratio"]
+            settings["lr"] = base_lr * group["lr_ratio"]  # a ratio is no setting of an optimizer
         optimizer_class = None
         if group.get("optimizer") is not None:
             optimizer_class = _optimizer_class(group["optimizer"], f"{key}.optimizer")
@@ -350,7 +363,7 @@ class GroupedOptimizer:
 
         Args:
             named: names and parameters.
-            model: model of the parameters.
+            model: model of the parameters, at which subclasses look.
             quiet: do not log the groups.
 
         Raises:
@@ -487,11 +500,12 @@ class MuonWithAdamW(GroupedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        self._not_for_muon: set[nn.Parameter] = set()
+        self._not_for_muon: set[nn.Parameter] = set()  # filled by `assign`, which has the model
 
         def is_matrix(name: str, parameter: Tensor) -> bool:
             return parameter.dim() == 2 and parameter not in self._not_for_muon
 
+        # The last group: a parameter belongs to the first one that matches, which may be one of the user's.
         self._groups.append(_ParameterGroup("matrices", is_matrix, torch.optim.Muon, muon_settings))
 
     def assign(self, named: Sequence[tuple[str, nn.Parameter]], model: nn.Module, *, quiet: bool = False) -> None:

@@ -329,11 +329,12 @@ class CompiledWhenItPays:
         elif self._compiled is not None:
             try:
                 self._compiled(*map(_without_base, args))
-            except compiler_errors() as error:  # arguments of another kind are compiled again
+            # Arguments of another kind are compiled again. The compiler fails before anything is computed.
+            except compiler_errors() as error:
                 self._compiled = None
                 self._log_failure(error)
                 self._function(*args)
-        elif self._is_decided:
+        elif self._is_decided:  # the compiler is missing, has failed, or rounds differently
             self._function(*args)
         elif self._seconds_left <= 0 or not computes_on_cpu(args[1].device):
             self._compile(*args)
@@ -435,12 +436,13 @@ class BundledStep:
                 fillers.append(Piece(pieces[0].weight.new_zeros(size), pieces[0].grad.new_zeros(size), states))
             self._fillers[layout] = fillers
             filler_origins = origins.new_zeros(BUNDLE, origins.shape[1])
-            self._step_or_fail(step, self._fillers[layout], filler_origins)
+            self._step_or_fail(step, self._fillers[layout], filler_origins)  # compiles; the loop sees a failure
         for first in range(0, len(pieces), BUNDLE):
             if self._has_failed:
                 return first
             bundle = list(pieces[first : first + BUNDLE])
-            # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before.
+            # The last bundle begins with pieces of zeros, which take the origins of pieces of the bundle before: zeros
+            # need no particular ones, and `pays` ensures that there is a bundle before.
             num_missing = BUNDLE - len(bundle)
             bundle = self._fillers[layout][:num_missing] + bundle
             start = first - num_missing

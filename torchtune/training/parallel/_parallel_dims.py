@@ -138,7 +138,7 @@ class ParallelDims:
         # --nnodes of this machine's command line, and the number of machines that torchrun counts.
         requested_machines = os.environ.get(MACHINES_VARIABLE, "")
         machines = os.environ.get("GROUP_WORLD_SIZE", "")
-        are_known = requested_machines.isdigit() and machines.isdigit()
+        are_known = requested_machines.isdigit() and machines.isdigit()  # not with a range, --nnodes 1:4
         if are_known and int(requested_machines) != int(machines):
             raise ParallelDimsError(
                 f"This machine was started with --nnodes {requested_machines}, but the run has {machines}: give all "
@@ -150,7 +150,7 @@ class ParallelDims:
         if not dist.is_initialized():
             # device_id is not passed: with it, torch splits the default group for the groups of the mesh, and gloo's
             # two split groups share a listener. With connections at the first message (see join_process_group), they
-            # then wait for each other forever.
+            # then wait for each other forever. gloo joins the device's backend for messages from host to host.
             join_process_group(get_distributed_backend(device.type, offload_ops_to_cpu=True))
         # Each machine has a command line of its own, and ranks with different sizes would wait for each other forever.
         # One all-reduce gives the maxima of the sizes and, as maxima of the negative sizes, the negative minima.
@@ -350,7 +350,7 @@ class ParallelDims:
         sums = []
         for number, total in zip(numbers, totals[: len(numbers)], strict=True):
             if isinstance(number, int):
-                total = round(total)  # the message is float64
+                total = round(total)  # back from float64, the dtype of the message
             sums.append(total)
         joint_flags = [count > 0 for count in totals[len(numbers) :]]
         return sums, joint_flags
@@ -371,7 +371,7 @@ class ParallelDims:
             flags: see :meth:`exchange`.
         """
         device = self._device
-        if self.world_size == 1:
+        if self.world_size == 1:  # without a mesh, the device of messages is the CPU
             device = torch.device("cuda", torch.cuda.current_device())
         message = self._write_message(numbers, flags, device)
         start_event = torch.cuda.Event(enable_timing=True)

@@ -54,6 +54,7 @@ def parallelize(
     if dims.cp > 1:
         from torchtune.modules.parallel import shard_sequences
 
+        # Before tensor parallelism changes the numbers of heads, which the check divides by `dims.tp` itself.
         _check_context_parallel(model, dims)
         shard_sequences(text_decoder(model), dims.mesh["cp"].get_group())
     if dims.tp > 1:
@@ -322,6 +323,7 @@ def _resolve_plan(model: nn.Module, plan: Callable[[nn.Module], Any] | None) -> 
             if name in modules:
                 styles[name] = conversion.parallel_style(modules[name], styles[name])
             if name in modules and isinstance(styles[name], SequenceParallel):
+                # A plan names a sequence-parallel module, but not its children, which a conversion may have changed.
                 for child in modules[name].modules():
                     conversion.parallel_style(child, styles[name])  # it may refuse the child
     return styles
@@ -339,7 +341,7 @@ def _apply_tensor_parallel(model: nn.Module, dims: ParallelDims, plan: Callable[
     from torchtune.modules.parallel import SequenceShare, share_mixers
 
     mesh = dims.mesh["tp"]
-    prepare_mha_for_tp(model, mesh)
+    prepare_mha_for_tp(model, mesh)  # attention modules then compute with the heads that their split projections give
     _check_mixers(model, dims)
     # The tensor-parallel ranks of a mixer have parts of the hidden states of the same positions, in order.
     sequence_mesh = mesh
@@ -452,12 +454,14 @@ def shard_model(
             sharded.append((module, dp_mesh))
     if not sharded:
         raise ValueError("No module matches the shard conditions: nothing was sharded by itself.")
-    with FrozenIntegers():
+    with FrozenIntegers():  # quantized weights may be integers
         for module, mesh in sharded:
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+        # The root keeps its parameters after its forward pass, by default, because the backward pass begins with them.
         fully_shard(model, mesh=dp_mesh, **options)
 
-    # FSDP averages gradients by default; here the loss is already divided by the global count of tokens.
+    # FSDP averages gradients by default; here the loss is already divided by the global count of tokens. Without the
+    # forced sum, torch would give the factor to the collective, as a scaled sum that only NCCL has.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -250,7 +250,9 @@ class Ranks:
     def _choose_error(
         self, reports: list[tuple[bool, str] | None], local_failure: Exception | None
     ) -> Exception | None:
-        """Return this rank's own exception if it is a bug, otherwise the exception of the first failed rank.
+        """Return the exception of this rank; None if no rank failed.
+
+        This is its own exception if that or the one of the first failed rank is a bug, otherwise the latter.
 
         Args:
             reports: for each rank, whether its exception is a user error, and its text; None for a rank without one.
@@ -261,6 +263,7 @@ class Ranks:
             return None
         first = failed_ranks[0]
         is_user_error, text = reports[first]
+        # User errors, such as a missing file, become one error of the run. A bug keeps its traceback.
         if local_failure is not None:
             is_local_user_error = isinstance(local_failure, UserError | OSError)
             if not (is_user_error and is_local_user_error):
@@ -272,7 +275,7 @@ class Ranks:
             error = self._error(text)
         else:
             error = RuntimeError(f"Rank {first} failed ({text}).")
-        error.raised_on_all = True
+        error.raised_on_all = True  # so that one rank prints it
         return error
 
     def run_on_rank_0(self, make: Callable[[], T]) -> T:

@@ -256,7 +256,7 @@ def checksum_parameters(model: nn.Module) -> dict[str, list[int]]:
         return checksums
     sums_of_shards: list[int] = []
     for name, parameter in model.named_parameters():
-        is_counted = dist.get_rank() == 0
+        is_counted = dist.get_rank() == 0  # a plain parameter is equal on all ranks
         if isinstance(parameter, DTensor):
             # Of equal copies, the first one counts.
             coordinates = parameter.device_mesh.get_coordinate()
