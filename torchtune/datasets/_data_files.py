@@ -32,7 +32,7 @@ from torchtune.datasets._file_formats import (
     unpacking,
 )
 from torchtune.datasets._row_cache import cache_folder
-from torchtune.utils import RemoteFolder, UserError, first_line, get_logger, log_once
+from torchtune.utils import RemoteFolder, UserError, check_surrogates, first_line, get_logger, log_once
 
 # Protocols that the datasets package reads without fsspec's file systems.
 _OWN_PROTOCOLS = ("http://", "https://", "hf://")
@@ -511,6 +511,32 @@ def undecoded_records(rows: Any) -> Iterable[Any]:
     if isinstance(rows, FileRows):
         return rows.lines()
     return rows
+
+
+def read_rows(rows: Any) -> Iterator[Mapping[str, Any] | DataError]:
+    """Yield the columns of each row, or the error with the reason why the row is broken.
+
+    The error is yielded, not raised, so that the rows behind it are read.
+    """
+    for record in undecoded_records(rows):
+        try:
+            columns = decode_row(record)
+            if not isinstance(record, Line):  # the texts of a line were checked when it was decoded
+                _refuse_surrogates(columns)
+        except DataError as error:
+            yield error
+            continue
+        yield columns
+
+
+def _refuse_surrogates(columns: Mapping[str, Any]) -> None:
+    """Raise :class:`DataError` if a text of a row in memory has half of a character, which cannot be encoded."""
+    try:
+        check_surrogates(columns)
+    except UserError as error:
+        raise DataError(str(error)) from error
+    except (ValueError, RecursionError):
+        pass  # recursive data: left to the transform
 
 
 def location_of(rows: Any, index: int) -> str:

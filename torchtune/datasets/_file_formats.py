@@ -442,19 +442,19 @@ def _explain_csv_error(error: csv.Error) -> str:
     return f"it cannot be read ({message}): save the file again"
 
 
-def decode_row(row: Any) -> Any:
-    """Decode a :class:`Line` to its columns; return other rows unchanged.
+def decode_row(row: Any) -> Mapping[str, Any]:
+    """Return the columns of a row: a :class:`Line` is decoded, and a mapping is returned unchanged.
 
     Raises:
-        DataError: the line is broken; the message does not name file and line.
+        DataError: the line is broken, or the row is no mapping; the message does not name file and line.
     """
-    if not isinstance(row, Line):
-        return row
-    try:
-        columns = row.format.decode(row)
-    except UserError as error:
-        raise DataError(str(error)) from error
-    if not isinstance(columns, dict):
+    columns = row
+    if isinstance(row, Line):
+        try:
+            columns = row.format.decode(row)
+        except UserError as error:
+            raise DataError(str(error)) from error
+    if not isinstance(columns, Mapping):
         raise DataError(f"a row must be a mapping column -> value, not {type(columns).__name__}")
     return columns
 

@@ -355,8 +355,6 @@ def _read_rows(
         facts.rows += 1
         try:
             columns = decode_row(row)
-            if not isinstance(columns, Mapping):
-                raise DataError(f"a row must be a mapping column -> value, not {type(columns).__name__}")
             row_format = format_of(columns)
         except DataError as error:
             facts.problems.append((number, str(error)))
@@ -389,8 +387,6 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
         try:
             columns = decode_row(row)
         except DataError:  # among the problems already
-            continue
-        if not isinstance(columns, Mapping):
             continue
         row_format = format_of(columns)
         reason = None

@@ -20,14 +20,13 @@ from tqdm import tqdm
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._command_modes import ShardWritten, current_shard
-from torchtune.datasets._data_files import undecoded_records
-from torchtune.datasets._file_formats import Line, decode_row
+from torchtune.datasets._data_files import read_rows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
 from torchtune.datasets._shards import record_of
 from torchtune.datasets._token_store import PreparedRows, RowWriter, TokenStore, make_batch
-from torchtune.utils import UserError, check_surrogates, get_logger, log_rank_zero, sign_of_life
+from torchtune.utils import get_logger, log_rank_zero, sign_of_life
 
 NO_LABEL = "no label is left"
 _LARGEST_ID = np.iinfo(np.int32).max
@@ -182,12 +181,14 @@ class RowTokenizer:
         for name in self._answers or ("rows",):
             columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
-        for index, record in enumerate(undecoded_records(rows), start):
+        for index, row in enumerate(read_rows(rows), start):
             sign_of_life(location(index))
             facts["rows"] += 1
+            if isinstance(row, DataError):
+                facts["bad"].append((index, str(row)))
+                continue
             self._take_omitted()  # forget what it left out of other texts, such as a preview of the layout
             try:
-                row = columns_of(record)
                 samples = self._transform(row)
                 if not isinstance(samples, list):
                     samples = [samples]
@@ -248,21 +249,6 @@ class RowTokenizer:
         if self.longest is not None and any(len(values) > self.longest for values in token_row):
             raise DataError(too_long(self.longest))
         return token_row
-
-
-def columns_of(row: Any) -> Mapping[str, Any]:
-    """Return a row's columns; raise :class:`DataError` if it is no mapping or has text that cannot be encoded."""
-    if isinstance(row, Line):
-        return decode_row(row)
-    if not isinstance(row, Mapping):
-        raise DataError(f"a row must be a mapping column -> value, not {type(row).__name__}")
-    try:
-        check_surrogates(row)
-    except UserError as error:
-        raise DataError(str(error)) from error
-    except (ValueError, RecursionError):
-        pass  # recursive data: left to the transform
-    return row
 
 
 def prepare_rows(

@@ -164,6 +164,7 @@ class RunControl:
                 return
             self._counts = None
             for batches in self._throughput.loading(loader):
+                # Of all ranks, from `synchronize` of the step before, which has called `loader.peek_counts()`.
                 counts = self._counts
                 if counts is None:  # synchronize has not counted ahead, as in the first step
                     counts = self._dims.sum(*loader.count(batches))
