@@ -272,7 +272,10 @@ def is_saved(folder: str) -> bool:
 
 
 def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, list[str]] | None, dict[str, Any]]:
-    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them."""
+    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them.
+
+    The files are None if the package is to read the folder, or to give the reason why it cannot.
+    """
     if not Path(folder).is_dir() or is_saved(folder):
         return folder, None, {}
     import datasets

@@ -303,7 +303,8 @@ class SFTDataset(TokenizedDataset):
         is_exact = True
         if takes_images:
             tokenize_row = partial(transform.tokenize_row_text, decode=row_source.skips)
-            # The fingerprint does not cover which images are broken. `tune data prepare` only takes exact ones, though.
+            # The fingerprint does not cover which images are broken. `tune data prepare` stores the rows all the same,
+            # and takes exact ones only.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
             tokenize_row = transform.tokenize_split_row

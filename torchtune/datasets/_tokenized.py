@@ -97,7 +97,7 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     for name, ids in (("tokens", token_ids), ("labels", label_ids)):
         if len(ids) and ids.dtype.kind not in "iu":  # an array of nothing is float64
             raise DataError(f"{name} must be a flat list of whole numbers, not of {ids.dtype}")
-    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]
+    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]  # the conversion to int32 would change them
     if len(outside):
         raise DataError(f"token id {outside[0]} is not in the vocabulary")
     wrong_labels = label_ids[(label_ids < 0) & (label_ids != CROSS_ENTROPY_IGNORE_IDX)]
