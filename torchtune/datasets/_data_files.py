@@ -122,10 +122,10 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
             can_only_be_path = name.startswith(("/", "./", "../"))
             if is_remote_name(name) or Path(name).is_file() or can_only_be_path:
                 are_own_files = True  # a mistake in another name is found below
-        # A Hub dataset has at most one slash, and never at an end.
+        # A Hub dataset has at most one slash, and never at an end: another name is a path, for the message below.
         has_slash_at_end = source.startswith("/") or source.endswith("/")
         is_path = has_slash_at_end or source.count("/") > 1 or source.startswith((".", "~")) or "\\" in source
-        if suffix_of(source) in LOADERS:
+        if suffix_of(source) in LOADERS:  # a file, also a remote one, in the place of data_files
             names = [source]
             kwargs["data_files"] = source
             source = LOADERS[suffix_of(source)]
@@ -144,7 +144,7 @@ def resolve_source(source: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[st
         if not names:
             raise DataError(f"source='{source}' needs data_files, the files to read, or data_dir, their folder.")
         _check_files(names)
-        if all(suffix_of(name) == ".tsv" for name in names):
+        if all(suffix_of(name) == ".tsv" for name in names):  # the loader csv expects commas
             kwargs.setdefault("sep", "\t")
     return source, kwargs
 
@@ -222,14 +222,14 @@ def local_files(path: str, kwargs: Mapping[str, Any]) -> LocalFiles | None:
     if path not in LOADERS.values():
         loader, files, folder_settings = _files_of_folder(path, kwargs)
         settings = folder_settings | settings
-        settings.pop("data_dir", None)
-    if loader not in _OWN.values() or files is None:
+        settings.pop("data_dir", None)  # has selected the files already
+    if loader not in _OWN.values() or files is None:  # Parquet, Arrow, a Hub dataset, or a folder without such files
         return None
     # The package streams remote JSON and text as they are; of a table it would infer the types.
     if kwargs.get("streaming") and loader != "csv" and any(map(is_remote_name, file_names(files))):
         return None
     format_settings = settings_of(loader, settings)
-    if format_settings is None:
+    if format_settings is None:  # a setting that only the package knows
         return None
     splits = {"train": files}
     if isinstance(files, Mapping):
@@ -256,7 +256,7 @@ def _downloaded(names: Sequence[str]) -> list[str]:
             if not name.startswith(_OWN_PROTOCOLS):
                 RemoteFolder(name, "data_files")  # raises if the package of the protocol is missing
             paths.append(str(datasets.DownloadManager().download(name)))
-    except (UserError, MemoryError):
+    except (UserError, MemoryError):  # not a failure of the network
         raise
     except Exception as error:  # the clients of object stores and of the hub share no base class
         raise DataError(
@@ -272,7 +272,10 @@ def is_saved(folder: str) -> bool:
 
 
 def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[str, list[str]] | None, dict[str, Any]]:
-    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them."""
+    """Return the loader, the files by split, and settings of a local folder, as the ``datasets`` package finds them.
+
+    The files are None if the package is to read the folder, or to give the reason why it cannot.
+    """
     if not Path(folder).is_dir() or is_saved(folder):
         return folder, None, {}
     import datasets
@@ -289,13 +292,13 @@ def _files_of_folder(folder: str, kwargs: Mapping[str, Any]) -> tuple[str, dict[
     loader = _OWN.get(type(builder.config).__name__, folder)
     if files is None:
         return loader, None, {}
-    if not selection:
+    if not selection:  # a selection leaves out other files on purpose
         _warn_of_unread_files(folder, file_names(files))
     # Settings in the folder's README, and the delimiter of .tsv files; not every loader has each.
     settings = {}
     for name in ("sep", "names", "skiprows", "field"):
         value = getattr(builder.config, name, None)
-        if value not in (None, ","):
+        if value not in (None, ","):  # not the default
             settings[name] = value
     files_of_split = {}
     for split, names in files.items():
@@ -555,7 +558,11 @@ def matching(names: Sequence[str]) -> list[str]:
 
 
 def rows_of_split(files: LocalFiles, split: str | None, source: str) -> FileRows:
-    """Return the rows of a split, or of parts of splits such as ``train[:10%]``."""
+    """Return the rows of a split, or of parts of splits such as ``train[:10%]``.
+
+    Raises:
+        DataError: ``split`` is None, which names no split; there is no such split; or a file cannot be read.
+    """
     if split is None:
         raise DataError(f"{source} has the splits {', '.join(files)}: set split to one of them.")
     if split in files:

@@ -73,7 +73,7 @@ class _ZstdReader(io.RawIOBase):
             if not compressed:
                 if self._frame is not None:
                     raise EOFError
-                return 0
+                return 0  # the end of the file
             if self._frame is None:
                 self._frame = self._decompressor()
             self._decompressed = memoryview(self._frame.decompress(compressed))
@@ -161,7 +161,7 @@ def parse_json(content: bytes) -> Any:
     text = decode_line(content)
     try:
         value = decode_json(text)
-        if _SURROGATE.search(content):
+        if _SURROGATE.search(content):  # only such an escape gives text that cannot be encoded
             check_surrogates(value)
         return value
     except RepeatedKeyError as error:
@@ -304,7 +304,7 @@ class JsonArray(JsonLines):
         except UserError:
             # Several objects, each over several lines, are rows as well.
             value = _parse_json_values(decode_utf8(content))
-            if len(value) < 2:
+            if len(value) < 2:  # something else is in the file, and the first error says where
                 raise
         if self.field is not None:
             if not isinstance(value, dict) or self.field not in value:
@@ -490,7 +490,7 @@ _TABLE_SETTINGS = (*_DIALECT, "column_names", "header", "skiprows", "encoding")
 
 def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Check the settings of a table; raise :class:`DataError` for an unknown one or an impossible value."""
-    settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
+    settings = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}  # pandas has two names for some
     for name, value in _WITHOUT_EFFECT_AT.items():
         if str(settings.get(name)) == str(value):  # a command line may hand over "False"
             del settings[name]
@@ -508,6 +508,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
             settings[name] = value = "\t"
         if not isinstance(value, str) or len(value) != 1 or not value.isascii() or value in "\r\n":
             raise DataError(f"{name} must be one ASCII character, not {value!r}.")
+    # Other modes of `csv` convert cells to numbers, or read as 0 does.
     if settings.get("quoting", csv.QUOTE_MINIMAL) not in (csv.QUOTE_MINIMAL, csv.QUOTE_NONE):
         raise DataError(f"quoting must be 0 or, if quotes are plain characters, 3, not {settings['quoting']!r}.")
     for name in ("doublequote", "skipinitialspace"):
@@ -527,7 +528,7 @@ def _table_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     encoding = settings.pop("encoding", "utf-8")
     if not isinstance(encoding, str):
         raise DataError(f"encoding must be the name of an encoding, such as utf-8, not {encoding!r}.")
-    if encoding.lower() in ("utf-8", "utf8", "utf-8-sig"):
+    if encoding.lower() in ("utf-8", "utf8", "utf-8-sig"):  # the default, which also takes a byte order mark
         return settings
     # Records are found by the bytes of line ends, delimiters and quotes, which other encodings than UTF-16 share.
     try:
@@ -576,7 +577,7 @@ def format_of_file(path: str, loader: str, settings: Mapping[str, Any]) -> FileF
         raise DataError(
             f"{path} cannot be read ({error.strerror or error}): correct the path or its rights."
         ) from error
-    except DataError:
+    except DataError:  # a UserError as well, which is complete
         raise
     except UserError as error:
         raise DataError(str(error)) from error
@@ -606,7 +607,7 @@ def _format_of_table(path: str, settings: Mapping[str, Any]) -> Table:
             dialect["delimiter"] = "\t"
     table = Table(dialect=dialect, encoding=settings.get("encoding"))
     names = settings.get("column_names")
-    has_header = names is None or "header" in settings
+    has_header = names is None or "header" in settings  # with column_names alone, the first line is a row, as in pandas
     offset = 0
     with table.open(path) as file, unpacking(Path(path)):
         # Without the byte order mark, a quotation mark behind it still begins a cell.

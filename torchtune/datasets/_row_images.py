@@ -111,14 +111,18 @@ def tokenize_text(
 
 
 def with_open_images(sample: dict[str, Any]) -> dict[str, Any]:
-    """Replace image paths and bytes by Pillow images; raise :class:`DataError` if an image cannot be read."""
+    """Replace image paths and bytes by Pillow images, in the messages of the sample itself; tensors stay as they are.
+
+    Raises:
+        DataError: an image cannot be read.
+    """
 
     def opened(image: Any) -> Any:
         if isinstance(image, torch.Tensor):
             return image
         return open_image(image)
 
-    images = iter(each_image(opened, images_of(sample)))
+    images = iter(each_image(opened, images_of(sample)))  # in one call, which numbers the images in an error
     for message in sample.get("messages") or ():
         if not isinstance(message, Message) or not message.contains_media:
             continue
@@ -138,6 +142,7 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
         DataError: some rows cannot be trained on and are not skipped.
     """
 
+    # Reasons are returned, because the part may be checked in another process, which has its own copy of `bad`.
     def check_part(start: int, part: Any) -> tuple[list[Any], list[tuple[int, str]]]:
         notes = []
         reasons = []

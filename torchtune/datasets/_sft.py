@@ -146,7 +146,7 @@ class SFTTransform(Transform):
             return row
         messages = as_messages(sample["messages"])
         weights = {message.weight for message in messages if not message.masked}
-        if weights <= {1.0}:
+        if weights <= {1.0}:  # also without a turn that is trained on
             return row
         label_weights = np.ones(len(row["labels"]), np.float32)
         for weight in weights:
@@ -303,7 +303,8 @@ class SFTDataset(TokenizedDataset):
         is_exact = True
         if takes_images:
             tokenize_row = partial(transform.tokenize_row_text, decode=row_source.skips)
-            # The fingerprint does not cover which images are broken.
+            # The fingerprint does not cover which images are broken. `tune data prepare` stores the rows all the same,
+            # and takes exact ones only.
             is_exact = not row_source.skips or is_preparing()
         elif getattr(model_transform, "reasoning", None) == "split":
             tokenize_row = transform.tokenize_split_row
@@ -320,7 +321,7 @@ class SFTDataset(TokenizedDataset):
             formats=formats_of(message_transform),
             is_exact=is_exact,
         )
-        self._on_reading: RowsOnReading | None = None
+        self._on_reading: RowsOnReading | None = None  # `_keep` reads it, which the base class may call
         # Rows with the same text may have different images.
         super().__init__(row_source, rows, limit=limit, are_only_tokens=not takes_images and rows is not None)
         self._transform = transform

@@ -95,9 +95,9 @@ def check_row(tokens: Any, labels: Any) -> tuple[np.ndarray, np.ndarray]:
     token_ids = _flat_array(tokens)
     label_ids = _flat_array(labels)
     for name, ids in (("tokens", token_ids), ("labels", label_ids)):
-        if len(ids) and ids.dtype.kind not in "iu":
+        if len(ids) and ids.dtype.kind not in "iu":  # an array of nothing is float64
             raise DataError(f"{name} must be a flat list of whole numbers, not of {ids.dtype}")
-    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]
+    outside = token_ids[(token_ids < 0) | (token_ids > _LARGEST_ID)]  # the conversion to int32 would change them
     if len(outside):
         raise DataError(f"token id {outside[0]} is not in the vocabulary")
     wrong_labels = label_ids[(label_ids < 0) & (label_ids != CROSS_ENTROPY_IGNORE_IDX)]
@@ -175,7 +175,7 @@ class RowTokenizer:
 
         Returns:
             The token rows, and facts about the rows (see :class:`PreparedRows`); None if a sample has
-            outputs besides tokens, such as images.
+            outputs besides tokens, such as images: such a dataset transforms its rows when they are read.
         """
         columns: dict[str, list[np.ndarray]] = {}
         for name in self._answers or ("rows",):
@@ -336,7 +336,7 @@ def _write_rows(rows: Any, numbers: range, row_tokenizer: RowTokenizer, bad: Bad
                 bad.add(index, reason)
             writer.write(batch, facts)
             bar.update(facts["rows"])
-    bad.check()
+    bad.check()  # `add` has raised only for as many rows as a message names
     return True
 
 
@@ -436,7 +436,7 @@ class TokenizedDataset(ExampleDataset):
         reason = too_long(longest, is_prompt=self._are_prompts)
         # A row of the source may be several samples: those that fit are kept.
         long_rows = [(row, reason) for row in np.unique(self._numbers[is_long]).tolist()]
-        if not self._row_source.skips:
+        if not self._row_source.skips:  # raises: what follows is for rows that are skipped
             bad = BadRows(self.source, self._row_source.rows(), skips=False, skip_setting=self._skip_setting)
             for row, reason in long_rows:
                 bad.add(row, reason)

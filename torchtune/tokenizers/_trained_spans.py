@@ -394,7 +394,11 @@ class TurnFinder:
         return base + self._start_offsets[key]
 
     def _find_start(self, index: int, before: int | None, base: int, limit: int) -> int:
-        """Find the start of a turn in the passage from ``base``, the end of text number ``before``, to ``limit``."""
+        """Find the start of a turn in the passage from ``base``, the end of text number ``before``, to ``limit``.
+
+        The passage is compared with the generation prompt that the template writes for the turns before this one.
+        """
+        # The passage also holds a turn without a written text, and does not show where that turn ends.
         if index and not self._text_runs(index - 1):
             start = self._find_start_after_blank(index)
             if start is not None:
@@ -418,6 +422,7 @@ class TurnFinder:
             if before is not None:
                 first_turn = self._turn_of_number[before] + 1
             are_written = all(self._text_runs(turn) for turn in range(first_turn, index))
+            # Some templates write no header where the assistant goes on, for example behind a tool's answer.
             is_continuation = header not in passage and are_written
             if header and (header in passage[:offset] or is_continuation):
                 return base + offset
@@ -484,14 +489,14 @@ class TurnFinder:
 
         Args:
             index: number of the turn.
-            last_text: number of the turn's last text; None if it has none.
-            start: position of the passage.
-            passage: the text after the turn's last text.
-            continues: whether the next turn is the assistant's, too.
+            last_text: number of the output's last text; None if it has none.
+            start: start of the output, which is that of the passage if the output has no text.
+            passage: the text after the output's last text, up to the next text.
+            continues: whether the assistant continues after this output, in this turn or the next.
         """
         is_last = index == len(self.messages) - 1
         special_tokens = list(self._special.finditer(passage))
-        if is_last and not special_tokens:
+        if is_last and not special_tokens:  # nothing ends the turn: the tokenizer appends the EOS token
             return len(passage)
         if is_last and len(special_tokens) == 1:  # it ends the turn
             return special_tokens[0].end()
@@ -515,7 +520,7 @@ class TurnFinder:
                     return 0
             if tail is not None:
                 return self._find_closing(index, passage, tail, continues=continues)
-        return self._first_stop(index, passage, 0)
+        return self._first_stop(index, passage, 0)  # the template takes none of them: there is nothing to compare with
 
     def _continuations(self, index: int) -> Iterator[list[Turn]]:
         """Yield the conversation with possible next turns."""
@@ -532,7 +537,17 @@ class TurnFinder:
         yield [*self._turns, _USER]
 
     def _find_closing(self, index: int, passage: str, other: str, *, continues: bool) -> int:
-        """Return the end of the end-of-turn token in ``passage``, from a comparison with another continuation."""
+        """Return the end of the end-of-turn token in ``passage``, from a comparison with another continuation.
+
+        Both share the end of the turn, because the model does not know what follows, and perhaps the first characters
+        of the next turn.
+
+        Args:
+            index: number of the turn, for the error.
+            passage: the text after the output's last text, up to the next text.
+            other: the text at the same place of a conversation that goes on in another way.
+            continues: see :meth:`_end`.
+        """
         num_shared = common_prefix(passage, other)
         # Do not cut a special token in two.
         for text in (passage, other):
@@ -546,6 +561,7 @@ class TurnFinder:
                 last_token = token[0]
         if last_token in self.answer_ends:
             return len(shared)
+        # Behind the end-of-turn token, the passage may share the header of the next turn.
         for token in reversed(list(self._special.finditer(shared))):
             if token[0] in self.stops and not self._begins_with_header(passage[token.end() :]):
                 return token.end()
@@ -628,7 +644,7 @@ def learn_stops(
             except DataError:  # the template takes no such conversation
                 continue
             ending = [token for token in special if text.endswith(token, start, end)]
-            kind_stops += ending[:1]
+            kind_stops += ending[:1]  # none if the template leaves the end to the EOS token
         generation_stops += kind_stops[:1]
         stops += kind_stops
     return list(dict.fromkeys(generation_stops)), list(dict.fromkeys(stops))
@@ -699,7 +715,7 @@ class LayoutCache:
         # it saves the renderings that find the spans.
         key = (tuple(turn["role"] for turn in turns), tuple(masked))
         if key not in self._layouts:
-            if len(self._layouts) >= _MAX_LAYOUTS:
+            if len(self._layouts) >= _MAX_LAYOUTS:  # conversations of many lengths must not fill the memory
                 self._layouts.clear()
             self._layouts[key] = self._learn_layout(template, *key)
         layout = self._layouts[key]
@@ -708,7 +724,7 @@ class LayoutCache:
         pieces = [layout.around[0]]
         for content, after in zip(contents, layout.around[1:], strict=True):
             pieces += (content, after)
-        if "".join(pieces) != text:
+        if "".join(pieces) != text:  # the template changes a text, or writes another one for these texts
             return None
         content_ends = [0, *accumulate(map(len, contents))]
         spans = []
