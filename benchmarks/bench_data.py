@@ -4,6 +4,7 @@
     python benchmarks/bench_data.py --tokenizer FOLDER --megabytes 100 --processes 2
     python benchmarks/bench_data.py --tokenizer FOLDER --data chats.jsonl
     python benchmarks/bench_data.py --tokenizer FOLDER --steps 1000 # what a step of one pack takes of training
+    python benchmarks/bench_data.py --tokenizer FOLDER --alpaca 2000 # rows with an instruction and an answer
 
 FOLDER is a Hugging Face checkpoint with a chat template. Chats are made of sentences of the standard library's
 documentation. Each run is a process of its own that has imported everything before the clock starts; sides alternate.
@@ -13,6 +14,8 @@ every row, and leaves mapped files. Memory is the largest resident set of the ma
 
 With --steps there is no peer: a step of one pack is loaded from mapped data, from a stream that a process of its own
 reads ahead, and from a stream that is tokenized by the process that trains, which does nothing for 8 ms in between.
+With --alpaca, rows are tokenized whose prompt ends in a line break, as the templates of Alpaca write it; run it in
+pairs with another revision.
 """
 
 import argparse
@@ -34,13 +37,18 @@ from typing import Any
 LENGTH = 2048
 
 
-def write_chats(path: Path, size: int) -> None:
-    """Chats of one to three exchanges, about 900 bytes each."""
+def documentation_sentences() -> list[str]:
+    """Sentences of the standard library's documentation."""
     texts = [p.read_text("utf-8", "replace") for p in sorted(Path(os.__file__).parent.glob("**/*.py"))[:1500]]
     documentation = " ".join(
         " ".join(found.split()) for text in texts for found in re.findall(r'"""(.*?)"""', text, re.S)
     )
-    sentences = [s for s in re.split(r"(?<=[.!?])\s", documentation) if 20 < len(s) < 400]
+    return [s for s in re.split(r"(?<=[.!?])\s", documentation) if 20 < len(s) < 400]
+
+
+def write_chats(path: Path, size: int) -> None:
+    """Chats of one to three exchanges, about 900 bytes each."""
+    sentences = documentation_sentences()
     draw = random.Random(0)
     with path.open("w") as file:
         while file.tell() < size:
@@ -162,6 +170,29 @@ def measure_steps(data: str, tokenizer: str, steps: int) -> None:
         print(f"{kind:<20} {statistics.mean(took[1:]):.2f} ms a step of {LENGTH:,} tokens, at most {max(took[1:]):.1f}")
 
 
+def measure_alpaca(tokenizer: str, count: int) -> None:
+    """Print the CPU time in which one process turns rows in Alpaca format into tokens and labels."""
+    from torchtune.data import AlpacaToMessages
+    from torchtune.datasets import SFTTransform
+    from torchtune.tokenizers import hf_tokenizer
+
+    sentences = documentation_sentences()
+    draw = random.Random(0)
+    rows = []
+    for _ in range(count):
+        text = draw.choice(sentences) if draw.random() < 0.4 else ""
+        answer = " ".join(draw.choices(sentences, k=draw.randint(1, 4)))
+        rows.append({"instruction": draw.choice(sentences), "input": text, "output": answer})
+    messages = AlpacaToMessages(masking_strategy="train_on_all")
+    transform = SFTTransform(messages, hf_tokenizer(tokenizer, max_seq_len=LENGTH))
+    transform(rows[0])  # imports and compiled templates
+    start = time.process_time()
+    for row in rows:
+        transform(row)
+    milliseconds = 1e3 * (time.process_time() - start) / count
+    print(f"{count:,} rows of Alpaca: CPU {milliseconds:.2f} ms a row")
+
+
 def main() -> None:
     """Measure both sides in turn and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -171,10 +202,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, help="load so many packs instead")
+    parser.add_argument("--alpaca", type=int, help="tokenize so many rows in Alpaca format instead")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         run_side(args.side, str(args.data), args.tokenizer, args.processes)
+        return
+    if args.alpaca:
+        measure_alpaca(args.tokenizer, args.alpaca)
         return
     with tempfile.TemporaryDirectory() as folder:
         data = args.data or Path(folder) / "chats.jsonl"

@@ -164,12 +164,17 @@ class ChatServer(ThreadingHTTPServer):
         raise ApiError(404, f"There is no model {asked!r}: the models are {', '.join(self.models)}.")
 
     def json_filter(self, response_format: Mapping[str, Any], prompt_length: int) -> JSONFilter | None:
-        """Return the logits processor of a request's ``response_format``."""
+        """Return the logits processor of a request's ``response_format``; None for ``text``, which limits no answer.
+
+        Args:
+            response_format: value of the request.
+            prompt_length: number of tokens of the prompt, which the processor does not read as JSON.
+        """
         kind = response_format.get("type")
         if kind == "text":
             return None
         if kind == "json_object":
-            schema = None
+            schema = None  # any JSON object
         elif kind == "json_schema":
             schema = None
             described = response_format.get("json_schema")
@@ -241,6 +246,7 @@ class _Answer:
                 f"messages have {self.num_read} tokens, which fill the model's context: shorten them.",
                 "context_length_exceeded",
             )
+        # max_tokens is the former name in the API: max_completion_tokens wins.
         limit = _number(body, "max_tokens", server.max_new_tokens, 1)
         limit = _number(body, "max_completion_tokens", limit, 1)
         self.has_log_probs = bool(body.get("logprobs"))
@@ -249,20 +255,20 @@ class _Answer:
             raise ApiError(400, "top_logprobs needs logprobs: set it to true.")
         seed = _number(body, "seed", None, 0)
         if seed is not None:
-            seed = (seed + index) % 2**63  # each answer of a request has its own
+            seed = (seed + index) % 2**63  # each answer of a request has its own, an integer of 64 bits
         self.job = Job(
             self.model, self._prompt.tokens, min(limit, room), self._sampling(body), num_top=num_top, seed=seed
         )
-        self._log_probs: list[tuple[int, float]] = []
-        self._entries: list[dict[str, Any]] = []
+        self._log_probs: list[tuple[int, float]] = []  # each sampled token, for the session and the usage
+        self._entries: list[dict[str, Any]] = []  # log-probs for the client that are not sent yet
         self._texts: list[str] = []  # pieces that were sent
-        self.end = "length"
+        self.end = "length"  # unless a stop token, a stop text or a tool call ends the answer
         self.message: dict[str, Any] = {"role": "assistant", "content": ""}
 
     def _sampling(self, body: dict[str, Any]) -> Sampling:
-        """Read how the answer is sampled, and keep what the session records of it."""
+        """Read how the answer is sampled, and keep in ``_distribution`` what the session records of it."""
         temperature = _number(body, "temperature", 1.0, 0, kinds=(int, float))
-        top_k = _number(body, "top_k", None, 0) or None
+        top_k = _number(body, "top_k", None, 0) or None  # 0 does not limit the tokens either
         top_p = _number(body, "top_p", 1, 0, 1, (int, float))
         min_p = _number(body, "min_p", 0, 0, 1, (int, float))
         # Settings that change nothing are not recorded, because samples of earlier releases do not have them.
@@ -283,6 +289,7 @@ class _Answer:
     def _check(self, body: dict[str, Any]) -> None:
         """Refuse parameters that this server does not read, or that have a wrong type."""
         for name, value in body.items():
+            # Clients also send parameters that they do not set: as null, or with the value that changes nothing.
             if value is None or value == _NEUTRAL.get(name):
                 continue
             if name in _READ and not isinstance(value, _READ[name]):
@@ -292,6 +299,7 @@ class _Answer:
                 if name in _NEUTRAL:
                     setting += f" other than {json.dumps(_NEUTRAL[name])}"
                 raise ApiError(400, f"This server samples without {setting}: leave it out.")
+        # An empty text would stop every answer at its beginning.
         are_texts = isinstance(self._stop, list) and all(isinstance(text, str) and text for text in self._stop)
         if not are_texts:
             raise ApiError(400, "stop must be a text, or a list of texts.")
@@ -323,6 +331,7 @@ class _Answer:
             raise ApiError(400, message) from error
 
     def __iter__(self) -> Iterator[str]:
+        """Yield a piece of text for each token, empty while the text is held back; complete the message at the end."""
         tokenizer = self._server.tokenizer
         # A piece is held back for as long as it may begin a stop text or a tool call.
         marks = list(self._stop)
@@ -343,6 +352,7 @@ class _Answer:
                 self._entries.append(entry)
             text = decoder.put(token)
             raw = text  # with special tokens, which may begin a tool call
+            # A special token has no text of its own, unlike a token that is a part of a character.
             if not text and not tokenizer.decode([token]):
                 raw = tokenizer.decode([token], skip_special_tokens=False)
             yield self._put(buffer.put(text, raw))
@@ -355,7 +365,7 @@ class _Answer:
         calls = {}
         if self._tools:
             calls = self._calls()
-        # What the buffer still holds: text before a mark, or text that only began like one.
+        # What the buffer still holds: text before a mark, or text that only began like one, or like a valid call.
         if calls or buffer.mark in self._stop:
             yield self._put(buffer.text_before)
         else:
@@ -399,7 +409,7 @@ class _Answer:
         return {secrets.token_hex(5)[:9]: call for call in calls}  # Mistral's templates require nine characters
 
     def _finish(self, calls: Mapping[str, ToolCall]) -> None:
-        """Complete the message, and record the answer in its session."""
+        """Complete the message, and record the answer in its session, if the request names one."""
         self.message["content"] = "".join(self._texts)
         tokens, log_probs = zip(*self._log_probs, strict=True)
         finished = tokens[-1] in self._server.tokenizer.stop_tokens  # and not cut by max_tokens or a stop text
@@ -584,7 +594,7 @@ class _Handler(BaseHTTPRequestHandler):
         _, separator, name = path.partition("/v1/sessions/")
         if separator:
             samples = self.server.sessions.samples(name, forget=is_delete)
-            if samples:
+            if samples:  # none of a session that is unknown, or was forgotten
                 self._reply(200, {"id": name, "samples": [asdict(sample) for sample in samples]})
                 return
             num_forgotten = self.server.sessions.num_forgotten
@@ -609,6 +619,7 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _post(self) -> None:
+        """Answer a chat with ``n`` answers, whole or as a stream."""
         if self.path.rstrip("/") != "/v1/chat/completions":
             raise ApiError(404, f"There is no {self.path} to POST to.")
         body = self._body()
@@ -617,7 +628,7 @@ class _Handler(BaseHTTPRequestHandler):
         answers = [_Answer(self.server, body, session, index) for index in range(count)]
         about = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": answers[0].model}
         for answer in answers:
-            answer.job.has_left = self._has_left
+            answer.job.has_left = self._has_left  # the batch then drops answers for which no client waits
         if not self.server.batch.submit(*(answer.job for answer in answers)):
             raise ApiError(503, "Too many requests are waiting: try again later.", "overloaded")
         try:
@@ -643,7 +654,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, answers: list[_Answer], envelope: dict[str, Any], with_usage: bool) -> None:
         """Send server-sent events until the connection is closed."""
-        self.close_connection = True
+        self.close_connection = True  # without a Content-Length, the end of the connection ends the body
         envelope["object"] = "chat.completion.chunk"
 
         def write(choices: list[dict[str, Any]], **more: Any) -> None:
@@ -677,7 +688,7 @@ class _Handler(BaseHTTPRequestHandler):
                         self._send_end(answer, send)
                     elif text:
                         send(answer, {"content": text})
-        except GenerationError as error:
+        except GenerationError as error:  # the status 200 is sent already: the error is the last event
             self.wfile.write(f"data: {json.dumps(ApiError(503, str(error)).body)}\n\n".encode())
             return
         if with_usage:

@@ -78,6 +78,7 @@ def show_dataset(
     reading = nullcontext() if everything else preview(sample)
     with reading as seen:
         dataset = instantiate_dataset(node, tokenizer, longest)
+        # A list, so that conversations are read within the preview, from the rows of the dataset alone.
         reasoning = list(_describe_reasoning(dataset, tokenizer))
     scale = 1.0
     if seen is not None and seen.read:  # counts of a sample are multiplied, as an estimate of those of all rows
@@ -173,7 +174,7 @@ def _count_rows(dataset: Any, limit: int | None) -> _Counts:
             else:
                 counts.hashes[key] = counts.rows
             for _, tokens, labels in row:
-                counts.lengths.append(len(tokens))
+                counts.lengths.append(len(tokens))  # two of a pair, whose texts are two sequences
                 counts.labels += int((labels != CROSS_ENTROPY_IGNORE_IDX).sum())
                 if limit is not None and len(tokens) >= limit:
                     counts.full += 1
@@ -186,7 +187,10 @@ def _count_rows(dataset: Any, limit: int | None) -> _Counts:
 
 
 def _describe_counts(dataset: Any, counts: _Counts, scale: float) -> Iterator[str]:
-    """Yield a line for each statistic; numbers are multiplied by ``scale``."""
+    """Yield a line for each statistic.
+
+    The totals of tokens, images and packs are multiplied by ``scale``; numbers of rows are those among the rows read.
+    """
     about = "" if scale == 1.0 else "about "
     num_tokens = sum(counts.lengths)
     share = 100 * counts.labels / max(num_tokens, 1)
@@ -247,6 +251,7 @@ def show_config(cfg: Any, examples: int, everything: bool, sample: int) -> None:
     longest = context_length(cfg)
     train = show_dataset("dataset", cfg.dataset, tokenizer, examples, everything, sample, longest)
     if cfg.dataset_val is not None:
+        # Without examples: those of the training data show the layout of both.
         held_out = show_dataset("dataset_val", cfg.dataset_val, tokenizer, 0, everything, sample, longest)
         num_leaks = len(train["hashes"].keys() & held_out["hashes"].keys())
         leaks = "none"

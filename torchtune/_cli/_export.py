@@ -329,7 +329,7 @@ def export(args: argparse.Namespace) -> None:
     if output.exists() and not is_export and not is_empty:
         raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
     with FolderLock(output.parent, name=f".{output.name}.lock", key="--output").held():
-        clear_leftovers(output)
+        clear_leftovers(output)  # of an export that was killed; the lock says that no other one is running
         check = _write(trained, args, output)
     sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
     written = f"wrote       {output} ({len(sizes):,} files, {sum(sizes):,} bytes)"
@@ -341,18 +341,18 @@ def export(args: argparse.Namespace) -> None:
 def _write(trained: Trained, args: argparse.Namespace, output: Path) -> Check:
     """Write the files to a temporary folder, check them, and move them to the output folder."""
     with atomic_directory(output) as temporary:
-        export_folder = temporary / "files"
+        export_folder = temporary / "files"  # apart from the merged weights and the quantized base
         say("writing", f"the files of {output}")
         write_files(trained, args.to, args.quant, export_folder, temporary / "merged")
         check = _check(trained, args, export_folder, temporary / "base")
-        shutil.rmtree(temporary / "base", ignore_errors=True)
+        shutil.rmtree(temporary / "base", ignore_errors=True)  # absent unless the check has quantized the base
         record = {
             "checkpoint": str(trained.checkpoint),
             "to": args.to,
             "quant": args.quant,
             "check": check.numbers(),
         }
-        write_json(export_folder / RECORD, record)
+        write_json(export_folder / RECORD, record)  # by which a later export knows that it may replace the folder
         if trained.run is not None:  # otherwise, keep the README of the checkpoint
             library = "peft" if args.to == "adapter" else "transformers"
             card = model_card(trained.run, check=check.verdict(), library=library)
@@ -434,6 +434,7 @@ def find_trained(model: str) -> Trained:
     with suppress(CheckpointError):  # all weights were trained
         adapter = adapter_folder(checkpoint)
     if adapter is not None and (adapter / ADAPTER_CONFIG_FILE).is_file():
+        # The base that the adapter names; a missing name is no folder, as the name of a repository is none.
         base = Path(str(read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")))
     if base is not None and not os.path.isdir(base):
         base = None
@@ -446,7 +447,7 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
     Args:
         trained: the checkpoint.
         to: format.
-        quant: kind of quantization.
+        quant: kind of quantization; None for formats without one.
         export_folder: folder to write.
         merged: folder for merged weights that are deleted after quantization.
     """
@@ -466,7 +467,7 @@ def write_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
                     shutil.copyfile(trained.checkpoint / name, export_folder / name)
         return
     source = trained.checkpoint
-    if not trained.has_weights:
+    if not trained.has_weights:  # the adapter alone was saved
         write_files(trained, "merged", None, merged, merged)
         source = merged
     model = quantize(source, quant, export_folder)
@@ -542,6 +543,7 @@ def check_files(trained: Trained, to: str, quant: str | None, export_folder: Pat
     tokenized = None
     try:
         measured = call_in_child_process(_measure, trained.path, to, export_folder, device)
+        # llama.cpp reads the tokenizer in the GGUF file, and not the tokenizer's files beside it.
         if _reader(to) != "llama_cpp" and (export_folder / "tokenizer.json").is_file():
             settings = None
             if trained.run is not None:
@@ -632,6 +634,7 @@ def _explain_difference(measured: Measured, base: Measured | None, differing: li
 def _measure(path: Path, to: str, export_folder: Path, device: str) -> Measured:
     """Compare a model with files: by logits in the library that reads them, and by layers in this library."""
     say("checking", f"the logits of {path}, {len(_PROMPTS)} prompts")
+    # Both in float32: the rounding of another dtype would hide small differences of the weights.
     model, tokenizer = torchtune.load(path, dtype="fp32", device=device)
     prompts = [torch.tensor(tokenizer.encode(text, add_eos=False)[:_MAX_TOKENS]) for text in _PROMPTS]
     logits = evaluation.logits_of(model, prompts)
@@ -639,7 +642,7 @@ def _measure(path: Path, to: str, export_folder: Path, device: str) -> Measured:
     try:
         exported_model = _load_export(path, to, export_folder, model_device)
         layers = evaluation.compare_layers(model, exported_model, _PrintedAtTimes())
-        del exported_model
+        del exported_model  # before the other library loads the files
     except UserError as error:  # the check fails with this reason
         layers = {str(error).rstrip("."): torch.inf}
     del model  # the other library needs the memory
@@ -662,7 +665,7 @@ def _compare_tokenizers(settings: Mapping[str, Any] | None, path: Path, export_f
         settings["max_seq_len"] = None  # the texts are compared to their ends
     try:
         tokenizer = config.instantiate(settings)
-    except UserError:  # for example, its files are gone
+    except UserError:  # no settings are known, or the files of the tokenizer are gone
         tokenizer = None
     if tokenizer is None:
         tokenizer = hf_tokenizer(str(path))

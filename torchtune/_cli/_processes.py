@@ -143,13 +143,13 @@ class _Followers:
         threads = max(1, self._threads_before // self._size)
         torch.set_num_threads(threads)
         for rank in range(1, self._size):
-            errors = tempfile.TemporaryFile()
+            errors = tempfile.TemporaryFile()  # a full pipe would block the follower until rank 0 reads it
             ranks = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), _FOLLOWER: "1"}
             process = subprocess.Popen(
                 [sys.executable, "-m", "torchtune._cli.tune", *sys.argv[1:]],
                 env={**os.environ, "OMP_NUM_THREADS": str(threads), **ranks},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdin=subprocess.PIPE,  # closes when rank 0 ends, however: the follower then ends, too
+                stdout=subprocess.PIPE,  # for signs of life
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for rank 0, which ends the others
             )
@@ -177,7 +177,7 @@ class _Followers:
                 try:
                     process.wait(_MOST_SECONDS_TO_END)
                 except subprocess.TimeoutExpired:
-                    break  # rank 0 has all results
+                    break  # rank 0 has all results: the followers are killed below
             failed_rank = self._failed_rank()
         else:
             cause = error if isinstance(error, RuntimeError) else error.__cause__
@@ -208,7 +208,10 @@ class _Followers:
             raise LostFollowerError(text) from error
 
     def _watch(self) -> None:
-        """End this process if a follower fails or is stopped while rank 0 waits: for input, or a collective."""
+        """End this process if a follower fails or is stopped while rank 0 waits: for input, or a collective.
+
+        Such a wait cannot be interrupted from this thread, so the whole process ends.
+        """
         last_check = time.monotonic()
         while not self._is_over.wait(0.2):
             now = time.monotonic()

@@ -121,7 +121,7 @@ class _Checks:
     def __init__(self, recipe: RecipeTarget, config: Path, overrides: list[str], folder: Path) -> None:
         main = recipe.load_main()
         document = read_document(config)
-        load_and_check(config, overrides, main)
+        load_and_check(config, overrides, main)  # raises if there are mistakes; the runs change the plain settings
         apply_overrides(document, overrides)
         for name in ("dataset", "tokenizer", "checkpointer"):
             if name not in document.data:
@@ -131,13 +131,15 @@ class _Checks:
         self._data = document.data
         settings = settings_of(main)
         fields = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
+        # A recipe without a settings dataclass has at least the settings of its config.
         self._setting_names = {field.name for field in fields} or {*self._data}
+        # The runs are compared in float32, unless the user chooses another dtype.
         if not any(text.startswith("dtype=") for text in overrides):
             self._data["dtype"] = "fp32"
         # Relative difference that another order of additions may cause, with room for several layers.
         self._tolerance = 1e-5 if self._data["dtype"] == "fp32" else 1e-2
         if "max_seq_len" in _arguments(self._data["tokenizer"]) and not self._data["tokenizer"].get("max_seq_len"):
-            self._data["tokenizer"]["max_seq_len"] = 1024
+            self._data["tokenizer"]["max_seq_len"] = 1024  # a pack needs a length; a short one takes little memory
         self._num_rows = _ROWS * len(self._dataset_nodes(self._data))
 
     @staticmethod
@@ -190,13 +192,14 @@ class _Checks:
             "filename": "log.jsonl",
         }
         data["checkpointer"] = {**data["checkpointer"], "output_dir": str(output)}
-        data["checkpointer"].pop("keep_last_n_checkpoints", None)
+        data["checkpointer"].pop("keep_last_n_checkpoints", None)  # resume() reads the checkpoint of half the steps
         config = output.with_suffix(".yaml")
         config.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
         reason = call_in_child_process(run_recipe, self._recipe, config, output.with_suffix(".log"))
         if reason is not None:
             message = output.with_suffix(".log").read_text().rpartition("error: ")[2]
             raise CheckFailed(f"the run '{name}' ends with {reason}: {' '.join(message.split())[:400]}")
+        # Only records of training steps have a loss.
         records = [json.loads(line) for line in (output / "logs" / "log.jsonl").read_text().splitlines()]
         return {record["step"]: record for record in records if "loss" in record}
 
@@ -275,6 +278,7 @@ class _Checks:
 
     def load(self) -> str:
         """Check that a loaded checkpoint has the loss of the run's next step, and the same logits in transformers."""
+        # The checkpoint of the first epoch, which is one step: the loss of step 2 is that of its weights.
         expected = self._steps_of_one_batch[2]["loss"]
         checkpoint = self._folder / "whole" / "epoch_0"
         if not any(checkpoint.glob("*config.json")):
@@ -425,6 +429,7 @@ class _Checks:
     def end_of_turn(self) -> str:
         """Check that every trained passage ends with the end-of-turn token."""
         special = getattr(self._tokenizer, "special_tokens", {})
+        # The end of a turn may be a special token that is not among the stop tokens.
         stops = {*getattr(self._tokenizer, "stop_tokens", ()), *special.values()}
         no_passages = "the rows have no labels, or the tokenizer has no stop_tokens"
         if not stops:
@@ -437,7 +442,7 @@ class _Checks:
                 ends = np.flatnonzero(trained & ~np.append(trained[1:], False)).tolist()
                 num_passages += len(ends)
                 if self._may_be_truncated(tokens):
-                    continue
+                    continue  # the cut may have removed the end of a passage
                 for end in ends:
                     if int(tokens[end]) not in stops:
                         raise CheckFailed(f"example {number}: no stop token is trained at the end of a passage, {end}")

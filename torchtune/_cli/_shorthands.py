@@ -244,6 +244,7 @@ def _checkpoint_folder(key: str, name: str) -> Path:
         folder = _folder_of_gguf(path)
     else:
         try:
+            # The checkpoint of a run, a folder as it is, or the download of a repository.
             folder, _ = find_folder(find_checkpoint(name))
         except UserError as error:
             if str(error).startswith(name):  # the message names it already
@@ -315,6 +316,7 @@ class _DataSettings:
         facts = self._read_rows()
         row = facts.example
         row_format = self._format_for_recipe(facts.format, row)
+        # Settings on the command line may name the columns of rows whose format is not known.
         if not row_format.builder and not self._dataset_overrides:
             if facts.defect:
                 raise UserError(
@@ -348,6 +350,7 @@ class _DataSettings:
             settings += ["model.images=True", f"tokenizer={json.dumps(tokenizer)}"]
         if self._adapts_to_retrieval():
             settings += self._retrieval_settings(node, builder)
+        # Other configs name a model with its outputs themselves.
         if builder == "classification_dataset" and self._config_name.startswith("any_"):
             settings += self._classifier_settings(node)
         return settings + self._reward_settings(row, node)
@@ -479,7 +482,7 @@ class _DataSettings:
         arguments = {key: node[key] for key in ("name", "data_files", "data_dir") if key in node}
         arguments["split"] = self._split()
         column = node.get("label_column", "label")
-        rows = load_rows(node["source"], **arguments)
+        rows = load_rows(node["source"], **arguments)  # all of them: the first rows may lack a class
         label_values = [row[column] for row in rows if row.get(column) is not None]
         try:
             problem_type = node.get("problem_type") or problem_type_of(label_values)
@@ -541,7 +544,8 @@ class _DataSettings:
         if self._recipe != "dpo":  # the recipe of all losses that compare sequences
             settings.append("recipe=dpo")
         if not any(override.startswith("~loss.") for override in self._overrides):
-            # The whole section, because the loss of the config may have other settings.
+            # The whole section, because the loss of the config may have other settings. A removal among the overrides
+            # is applied after this section, and would not find its key.
             settings.append(f'loss={{"_component_": "torchtune.rlhf.loss.{loss}"}}')
         settings.append(f"collate_fn=torchtune.data.{_COLLATE[builder]}")
         if builder == "embedding_dataset":
@@ -649,6 +653,7 @@ def dataset_node(path: str | Path, row_format: "RowFormat", overrides: list[str]
         UserError: no builder is known for the rows and the settings.
     """
     settings = [f"{name}={value}" for name, value in row_format.settings]
+    # Removals are left out, because there is nothing to remove yet.
     changes = changed({}, [override for override in overrides if not override.startswith("~")])
     component = changes.get("_component_")
     if component is None:

@@ -133,17 +133,17 @@ class _Conversation:
             adapter=args.adapter,
             dtype=args.dtype,
             device=args.device,
-            images=bool(args.image),
+            images=bool(args.image),  # the part that reads images takes memory: only for a chat that shows some
             shards=shared_by_processes("layers"),
         )
-        check_generates(self._model)
+        check_generates(self._model)  # refuses a classifier, whose outputs are no tokens
         self.ranks = Ranks(timeout=NO_TIMEOUT)  # the followers wait for the user
         self._rng = torch.Generator(self._model.tok_embeddings.weight.device)
         seed = args.seed
         if seed is None:
             seed = self._rng.seed()
         self._rng.manual_seed(self.ranks.broadcast(seed))  # all ranks draw the same tokens
-        self._fast_linears = fast_linears(self._model, pack=True)
+        self._fast_linears = fast_linears(self._model, pack=True)  # entered and left with this object
         self.reset()
         for file in args.image or ():
             self.show(file)
@@ -192,7 +192,7 @@ class _Conversation:
             )
             return
         answer, end_reason = self._stream_answer(row, min(room, self._args.max_new_tokens))
-        self._images = []
+        self._images = []  # the question in the messages has them
         self._messages = [*messages, {"role": "assistant", "content": answer}]
         if end_reason == "length" and room > self._args.max_new_tokens:
             print(f"(truncated at --max-new-tokens {self._args.max_new_tokens})", file=sys.stderr)
@@ -218,7 +218,7 @@ class _Conversation:
             stop_tokens=self._tokenizer.stop_tokens,
             rng=self._rng,
             images=[images_of_row(row, self._rng.device)],
-            tokens_per_check=1,
+            tokens_per_check=1,  # each token is printed at once
         )
         try:
             with self._delayed_interrupts() as is_interrupted:
@@ -232,7 +232,7 @@ class _Conversation:
                     if is_interrupted():
                         end_reason = "interrupt"
                         break
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # of a single process; several learn of it after a token
             end_reason = "interrupt"
         finally:
             steps.close()  # the generator holds the KV cache

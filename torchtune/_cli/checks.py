@@ -98,9 +98,9 @@ def _schema_of_all_recipes() -> dict[str, Any]:
     names = []
     for recipe in get_all_recipes():
         schema = json_schema(resolve_recipe(recipe.name).load_main())
-        dialect = schema.pop("$schema")
+        dialect = schema.pop("$schema")  # the same of all, and only for the root of a schema
         definitions[recipe.name] = schema
-        recipe_names = [recipe.name, *recipe.former_names]
+        recipe_names = [recipe.name, *recipe.former_names]  # configs of earlier releases have a former name
         names += recipe_names
         has_this_recipe = {"properties": {"recipe": {"enum": recipe_names}}, "required": ["recipe"]}
         pointer = recipe.name.replace("~", "~0").replace("/", "~1")  # in a JSON pointer (RFC 6901)

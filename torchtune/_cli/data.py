@@ -224,7 +224,7 @@ def prepare_config(cfg: Any, output: Path, processes: int | None) -> None:
         with preparing(output), workers(processes):
             dataset = instantiate_dataset(node, tokenizer, max_seq_length)
         tokens = dataset.num_known_tokens
-        if tokens is None:
+        if tokens is None:  # the rows are tokenized during training
             raise _unprepared_error(name, dataset)
         kind = "packs" if dataset.is_packed else "rows"
         seconds = time.monotonic() - started
@@ -278,9 +278,9 @@ def prepare_shard(cfg: Any, output: Path, processes: int | None, shard: "Shard",
             try:
                 with preparing_shard(output, shard), workers(processes):
                     dataset = instantiate_dataset(node, tokenizer)
-            except ShardWritten as written:  # its rows are in files, and no dataset is built
+            except ShardWritten as written:  # the usual end: the rows are in files, and no dataset is built
                 records.append({"name": name, **written.record})
-            else:
+            else:  # the dataset was built, so that its rows are tokenized during training
                 raise _unprepared_error(name, dataset)
     write_manifest(output, shard, records, command)
     rows = sum(record["rows"] for record in records)

@@ -245,22 +245,24 @@ def _packages(findings: Findings) -> list[str]:
         extras = set()  # the extras that need it; none if the library itself does
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             extras = {name for name in names if requirement.marker.evaluate({"extra": name})}
+        # An extra may require other extras of torchtune itself, whose packages are listed, too.
         if requirement.name == "torchtune" or requirement.name in kernels or (extras and extras <= _DEVELOPMENT):
             continue
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
             version = None
+        # With prereleases, because a nightly build of torch is newer than the release that is required.
         is_other_version = version is not None and not requirement.specifier.contains(version, prereleases=True)
         if is_other_version or (version is None and not extras):
             state = version or "is missing"
             command = f"pip install '{requirement.name}{requirement.specifier}'"
             findings.problems.append(f"{requirement.name} {state}, but {requirement.specifier} is needed: {command}")
         elif version is None:
-            missing[min(extras - _DEVELOPMENT)].append(requirement.name)
+            missing[min(extras - _DEVELOPMENT)].append(requirement.name)  # any of the extras, always the same
         else:
             installed.append(f"{requirement.name} {version}")
-    lines = textwrap.wrap(", ".join(dict.fromkeys(installed)), 100)
+    lines = textwrap.wrap(", ".join(dict.fromkeys(installed)), 100)  # once, although several extras require it
     for extra, packages in missing.items():
         lines.append(f"not installed: {', '.join(packages)} (pip install 'torchtune[{extra}]')")
     return lines

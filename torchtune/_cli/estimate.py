@@ -34,7 +34,7 @@ def dry_run(main: Callable[[Any], Any], settings: Any, processes: int) -> None:
         try:
             return make()
         except UserError as error:
-            if str(error) not in problems:
+            if str(error) not in problems:  # find_problems or an earlier step may have found it
                 problems.append(str(error))
         return None
 

@@ -58,6 +58,7 @@ class Eval(Subcommand):
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
+        # Options of a single kind of evaluation are None by default, so that _check_metrics can refuse them elsewhere.
         add("model", help=CHECKPOINT)
         add("--data", type=Path, help="rows with the right answers: .jsonl, .json, .csv, .parquet …")
         add("--score", action="append", default=[], metavar="NAME", help="score of the answers, see below; repeatable")
@@ -117,7 +118,7 @@ class Eval(Subcommand):
             eval_tasks(args)
         if args.retrieval:
             eval_retrieval(args)
-        if args.data or not (args.tasks or args.retrieval):
+        if args.data or not (args.tasks or args.retrieval):  # by default, the perplexity of the run's dataset_val
             eval_rows(args)
 
     @staticmethod
@@ -128,10 +129,11 @@ class Eval(Subcommand):
                 raise UserError(f"--{name.replace('_', '-')} needs texts to embed: give them in --retrieval.")
         if args.rerank_first is not None and args.reranker is None:
             raise UserError("--rerank-first needs a reranker: give its folder in --reranker.")
+        # Without tasks, --perplexity needs no rows: it is the default, and measures the run's dataset_val.
         if args.data is None and (args.score or (args.perplexity and args.tasks)):
             raise UserError("--score and --perplexity need rows: give them in --data.")
         row_options = ["prompt", "answer", "system"]
-        if not args.tasks:
+        if not args.tasks:  # which the limit is for as well
             row_options.append("limit")
         for name in row_options:
             if args.data is None and getattr(args, name) is not None:
@@ -162,7 +164,7 @@ def eval_rows(args: argparse.Namespace) -> None:
         max_seq_len = settings["tokenizer"].get("max_seq_len")
     else:
         data = args.data.expanduser()
-        perplexity_node = None  # of a dataset in the config; without one, no perplexity is measured
+        perplexity_node = None  # without a node, no perplexity is measured
         if args.perplexity:
             perplexity_node = _perplexity_node(data, args)
         max_seq_len = None
@@ -419,6 +421,7 @@ def eval_classifier(args: argparse.Namespace) -> None:
     table = [["", "rows", "loss", *reports[-1].scores]]
     entries = []
     for (folder, adapter), report in zip(args.models, reports, strict=True):
+        # The reference may have other classes, and so no score of a class.
         scores = [f"{report.scores.get(score, math.nan):.3f}" for score in reports[-1].scores]
         table.append([_label(folder, adapter), f"{report.rows:,}", f"{report.loss:.4f}", *scores])
         entries.append({"model": folder, "adapter": adapter, "loss": report.loss, "scores": report.scores})
@@ -467,6 +470,7 @@ def eval_tasks(args: argparse.Namespace) -> None:
     names = [name.strip() for name in args.tasks.split(",") if name.strip()]
     tasks = torchtune.evaluation.find_tasks(names, args.include_path)
     for number, (folder, adapter) in enumerate(args.models, start=1):
+        # With a number, because two checkpoints may have the same name, such as epoch_0.
         output = args.output / f"{number}_{Path(adapter or folder).resolve().name}"
         # Tensor parallel: every process has a part of each layer.
         model, tokenizer = _load(args, folder, adapter, shards="layers")
@@ -512,7 +516,7 @@ def eval_retrieval(args: argparse.Namespace) -> None:
             scores = torchtune.evaluation.evaluate_retrieval(model, tokenizer, data, **options)
             entries.append({**entry, "scores": scores})
         else:
-            # Both orders of the same texts, before and after the reranker.
+            # Scores of both orders of the same texts, before and after the reranker: an entry for each.
             scores, reranked = torchtune.evaluation.evaluate_reranking(
                 model, tokenizer, reranker, data, first=first, **options
             )

@@ -132,6 +132,7 @@ class ImportedConfig:
         excluding = self._table.get("excluding", ())
         if excluding and all(source_settings.get(key) is True for key in excluding):
             raise UserError(f"{path}: {' and '.join(excluding)} exclude each other in {self.library}: choose one.")
+        # Settings whose names begin with @ decide something in the conversion; the others are settings here.
         # Several keys may decide one setting: the last one of the table does, in whatever order the file has them.
         ranks = {key: rank for rank, key in enumerate(self._table["keys"])}
         for key in sorted(source_settings, key=lambda key: ranks.get(key, len(ranks))):
@@ -165,10 +166,10 @@ class ImportedConfig:
                 return
             try:
                 self._settings[name] = _convert(value, conversion)
-                if value is not False:
+                if value is not False:  # a key that is off need not be reported as left out
                     self._keys_in_file[name] = key
             except (ValueError, TypeError) as error:
-                if name == "@reader":
+                if name == "@reader":  # the method, without which nothing else is worth importing
                     raise UserError(f"{self.path}: {key}: this method cannot be imported, {error}.") from error
                 self.without_counterpart[key] = str(error)
         elif value is False and key in self._tables["hints"]:
@@ -252,7 +253,7 @@ class ImportedConfig:
         if base.is_dir():
             folder = str(base)
         data["output_dir"] = f"/tmp/torchtune/{self.path.stem}"
-        data["device"] = None
+        data["device"] = None  # the device of this machine, in place of the shipped config's
         data["model"] = {"_component_": "torchtune.models.from_hf_config", "checkpoint_dir": folder}
         data["tokenizer"] = {"_component_": "torchtune.tokenizers.hf_tokenizer", "path": folder}
         data["checkpointer"]["checkpoint_dir"] = folder
@@ -294,6 +295,7 @@ class ImportedConfig:
             interval = settings["val_interval"] or data.get("log_every_n_steps", 1)
         elif strategy == "epoch" or (strategy is None and settings["validates"]):
             interval = "epoch"
+        # Without a strategy and an interval, the interval stays None: validation is not asked for.
         is_off = strategy in (False, "no")  # YAML 1.1 reads no as false
         if is_off:
             self.covered["eval_strategy"] = "nothing is validated"
@@ -342,9 +344,9 @@ class ImportedConfig:
         if not size:
             split = settings["val_split"]
             if not split and self.library == "trl":
-                split = "test"
+                split = "test"  # the default of TRL
             are_files = any(Path(str(node.get("source"))).is_file() for node in nodes)
-            if not split or not is_asked or are_files:
+            if not split or not is_asked or are_files:  # a file has no split besides train
                 return []
             return [{**node, "split": split} for node in nodes]
         name = next(key for key, target in self._table["keys"].items() if target.startswith("@val_size"))
@@ -441,7 +443,7 @@ class ImportedConfig:
         for name in names:
             name = name.strip()
             entry = descriptions.get(name, {"hf_hub_url": name})
-            if entry.get("file_name"):
+            if entry.get("file_name"):  # relative to the folder of the index
                 entry = {**entry, "file_name": str(index.parent / entry["file_name"])}
             if name not in descriptions:
                 self.without_counterpart[f"dataset {name}"] = (
@@ -466,7 +468,7 @@ class ImportedConfig:
 
     def _dataset(self, number: int, entry: dict[str, Any], reader: str) -> dict[str, Any]:
         """Return the config node of one dataset."""
-        node: dict[str, Any] = {"_component_": ""}
+        node: dict[str, Any] = {"_component_": ""}  # set below, but written as the first key
         hints: dict[str, Any] = {"@column": self._settings.get("@column"), "@tags": {}, "@columns": {}, "@type": ""}
         for key, value in entry.items():
             name = self._table["data"].get(key)
@@ -535,8 +537,10 @@ class ImportedConfig:
         kind = str(hints["@type"])
         if kind.startswith("completion"):
             return RowFormat(kind, "text_completion_dataset")
+        # LLaMA-Factory's default is Alpaca.
         if kind.startswith("alpaca") or (not kind and self.library == "llama-factory"):
             return RowFormat("Alpaca", "alpaca_dataset")
+        # Another type is taken for conversations, as most data are, and reported for the user to check.
         if not kind.startswith(("chat_template", "sharegpt")):
             self.without_counterpart[f"datasets.{number} {kind}".strip()] = (
                 "the columns are not known: check those of dataset"

@@ -83,12 +83,12 @@ class List(Subcommand):
         matches = find_configs(words)
         on_demand = find_configs(words, "on_demand")
         models = {_model_of(config) for config, _ in [*matches, *on_demand]}
-        models.discard(None)
+        models.discard(None)  # of configs that are files
         impossible = find_configs(words, "impossible")
         if not matches and not on_demand:
             if not impossible:
                 raise UserError(_explain_no_match(words))
-            models = {_model_of(config) for config, _ in impossible}
+            models = {_model_of(config) for config, _ in impossible}  # the reasons against them are the answer
         matches.sort(key=lambda pair: (not pair[0].family, pair[0].order))  # configs of no family are last
         for family, pairs in itertools.groupby(matches, key=lambda pair: pair[0].family):
             print(family or "of no family")
@@ -205,11 +205,11 @@ def back_up(path: Path, content: bytes) -> Path | None:
     backup = path.with_name(f"{path.name}.bak")
     number = 0
     while os.path.lexists(backup):  # also a link to nothing
-        if backup.is_file() and backup.read_bytes() == previous:
+        if backup.is_file() and backup.read_bytes() == previous:  # this content is kept already
             return backup
         number += 1
         backup = path.with_name(f"{path.name}.bak{number}")
-    with atomic_write(backup, private=True) as file:
+    with atomic_write(backup, private=True) as file:  # until copystat gives the backup the permissions of the file
         file.write(previous)
     shutil.copystat(path, backup)
     return backup
@@ -368,6 +368,7 @@ class Cat(Subcommand):
         overrides = expand_shorthands(path, args.overrides)
         try:
             document = read_document(path)
+            # A file that is printed as it is may have mistakes such as a key that is given twice.
             if args.sort or overrides:
                 document.check()
         except ConfigError as error:
@@ -378,5 +379,5 @@ class Cat(Subcommand):
             apply_overrides(document, overrides)
         if args.sort and document.data:
             text = yaml.safe_dump(document.data, sort_keys=True, allow_unicode=True, indent=4, width=80)
-        if document.data or document.mistakes:
+        if document.data or document.mistakes:  # otherwise there is no setting to print
             print(text, end="" if text.endswith("\n") else "\n")

@@ -261,7 +261,7 @@ class Run(Subcommand):
         self._check_distributed(recipe, wanted=True)
         settings = load_and_check(config, command.overrides, recipe.load_main())
         processes = count_processes(command.torchrun, exactly=True)
-        if processes is not None:
+        if processes is not None:  # otherwise the number is known to the workers alone, which check it
             # Check before the workers start, so that errors are printed once; workers check the rank-dependent
             # settings.
             check_run(settings, processes)

@@ -80,7 +80,7 @@ class Serve(Subcommand):
                 max_waiting=args.max_waiting,
                 ranks=ranks,
             )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError) as error:  # OverflowError: a port above 65535
             raise UserError(f"--port {args.port} cannot be used ({error}): choose another one, or 0.") from error
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server as Ctrl-C does
         with server:

@@ -341,7 +341,7 @@ class _Sweep:
         # The settings of every trial are checked before the first one starts.
         main = self._recipe.load_main()
         settings_of_trials = [load_and_check(self._config, self._overrides(trial), main) for trial in self._trials]
-        self._settings = settings_of_trials[0]
+        self._settings = settings_of_trials[0]  # for what the trials share: validation and device
         self._metric = self._choose_metric(options.metric)
         self._ray = None
         if options.ray:
@@ -545,6 +545,7 @@ def _train(stage: _Stage, working_directory: str) -> str | None:
     # The run of a sweep that was killed may still train: it must not count as a failure of the trial.
     with FolderLock(folder, key="--output").held():
         pass
+    # The stage before, or this one before the sweep was stopped, has saved a checkpoint.
     overrides = ["resume_from_checkpoint=True"] if complete_directories(folder) else []
     arguments = [sys.executable, "-m", "torchtune._cli.tune", *stage.command, *overrides]
     was_stopped = False
@@ -556,6 +557,7 @@ def _train(stage: _Stage, working_directory: str) -> str | None:
             if not was_stopped and progress.has_reached(stage.rung) and not is_finished:
                 process.send_signal(signal.SIGTERM)
                 was_stopped = True
+    # EXIT_REQUEUE: the run has saved after the signal.
     if process.returncode == 0 or (was_stopped and process.returncode == EXIT_REQUEUE):
         return None
     if was_stopped and process.returncode == -signal.SIGTERM and _Progress.of(folder).has_reached(stage.rung):
@@ -630,7 +632,7 @@ class _RayTasks:
                 sys.exit(EXIT_REQUEUE)
         finally:
             for reference in running:
-                self._ray.cancel(reference)
+                self._ray.cancel(reference)  # KeyboardInterrupt in the task, which stops its run
             if running:
                 self._ray.wait(running, num_returns=len(running))
 

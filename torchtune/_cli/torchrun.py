@@ -108,6 +108,7 @@ def torchrun_arguments(options: list[str], program: list[str]) -> argparse.Names
     for name, default in unset_defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    # A release of torch may lack the option, as 0 stands for.
     if getattr(args, "shutdown_timeout", 0) is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
         args.shutdown_timeout = math.ceil(float(os.environ.get(GRACE_VARIABLE, SHUTDOWN_TIMEOUT)))
     return args

@@ -114,6 +114,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of stdout, such as `head`, has exited
+        # The interpreter flushes stdout as it ends, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:

@@ -221,12 +221,12 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
         CheckpointError: the adapter has other target modules, another rank or another alpha.
     """
     expected = weights.owned - _load_owned_files(weights, file.parent, device, dtype)
-    expected.update(weights.trained_whole)
+    expected.update(weights.trained_whole)  # in PEFT's layout, these are in the adapter file, too (modules_to_save)
     if not weights.owned:
         raise CheckpointError(f"{file}: the model has no adapter to put it into: use a lora_* builder or a converter.")
     if file.name in (*weights.owned_files, OWNED_INDEX):
         if not expected:
-            return
+            return  # all parameters were in such files, and there is no other one
         file = file.with_name(ADAPTER_FILE)
     settings_file = file.with_name(ADAPTER_CONFIG_FILE)
     settings = check_settings(weights, settings_file)
@@ -253,6 +253,7 @@ def load_adapter(weights: ModelWeights, file: Path, device: torch.device, dtype:
             f"{file} lacks '{missing[0]}'{omitted}, which the model in the run's config adapts: adapt the layers that "
             f"its {ADAPTER_CONFIG_FILE} lists."
         )
+    # For PiSSA and OLoRA, whose adapter belongs to the base without its initial adapter; nothing for others.
     take_from_base(weights, settings, settings_file)
 
 
@@ -289,8 +290,9 @@ def add_new_tokens(model: nn.Module, file: Path) -> None:
     needed = max(ids) + 1
     first = needed - len(ids)
     are_consecutive = ids == list(range(first, needed))
-    have_values = files.shape(tensors[0])[0] == len(ids)
-    continues_vocabulary = first <= rows <= needed  # the base may have some of the rows, untrained
+    have_values = files.shape(tensors[0])[0] == len(ids)  # a tied output has the same rows
+    # A gap would have rows without values, but the base may have some of the new rows already, untrained.
+    continues_vocabulary = first <= rows <= needed
     if not (are_consecutive and have_values and continues_vocabulary):
         raise CheckpointError(
             f"{settings}: trainable_token_indices are the {len(ids)} rows from {min(ids)} to {max(ids)}, which do not "
@@ -332,7 +334,7 @@ def _load_owned_files(weights: ModelWeights, folder: Path, device: torch.device,
         CheckpointError: a file is missing, holds other parameters, or belongs to a conversion that the model lacks.
     """
     index_file = folder / OWNED_INDEX
-    index = read_json(index_file) if index_file.is_file() else {}
+    index = read_json(index_file) if index_file.is_file() else {}  # an adapter in PEFT's layout alone has no index
     saved_conversions = index.get("conversions", {})
     if not isinstance(saved_conversions, dict):
         raise CheckpointError(f"{index_file}: 'conversions' is not an object: save the checkpoint again.")
@@ -402,6 +404,7 @@ def _read_adapter(
         yield from weights.module_map.to_tune(trained.items(), description, partial=True)
         adapter = {}
         for name, tensor in tensors.items():
+            # The model has the base weights already: they are only compared.
             if name not in new_rows and not _is_base_weight(weights, name, tensor, file):
                 adapter[name] = tensor
         _expand_fused_adapters(weights, adapter, groups)
@@ -478,20 +481,23 @@ def _text_decoder_prefixes(spec: ModelSpec, names: Collection[str]) -> dict[str,
 def _expand_fused_adapters(
     weights: ModelWeights, tensors: dict[str, torch.Tensor], groups: Mapping[str, Group]
 ) -> None:
-    """Split adapters of fused projections, if they have the model's rank, into one adapter per projection, in place.
+    """Bring adapters of fused projections, if they have the model's rank, into block-diagonal form, in place.
 
-    An adapter of rank r of the fused projection becomes block-diagonal adapters of rank r of its n projections.
+    The model has an adapter of rank r for each of the n projections, and the weight map expects them in files as one
+    adapter of the fused projection, of rank n · r: all A below each other, and the B as a block-diagonal matrix. An
+    adapter that ``peft`` trained on the fused projection has the rank r: its A is repeated n times, and its B divided.
+    Adapters of another rank stay as they are; those of rank n · r have the form already.
     """
     for name in list(tensors):
         group = groups.get(name)
         if group is None or name != group.external[0]:
-            continue  # once for each group
+            continue  # once for each group, at its A
         count = len(group.tune) // 2  # each projection has an A and a B
         if count < 2 or not isinstance(group.op, FusedAdapter | ExpertAdapter):
             continue
         pair = [tensors[external] for external in group.external if external in tensors]
         if len(pair) != 2 or not all(tune in weights.parameters for tune in group.tune):
-            continue  # the caller's reader of the weight map raises
+            continue  # incomplete, or of layers without adapters: the caller raises
         expected_a, expected_b = group.to_external([weights.specs[tune] for tune in group.tune])
         lora_a, lora_b = pair  # [r, in] and [out, r]; experts have their dimension behind
         ranks = (lora_a.shape[0] * count, lora_b.shape[1] * count)
@@ -509,6 +515,7 @@ def _is_base_weight(weights: ModelWeights, name: str, tensor: torch.Tensor, file
         CheckpointError: it is a base weight that differs from the model's.
     """
     description = weights.spec_and_description[1]
+    # peft wraps a module with trained rows or an adapter, and the wrapper adds a component to the name of its weight.
     external = name.removeprefix(PEFT_PREFIX).replace(".token_adapter.", ".").replace(".base_layer.", ".")
     tied = _tied_weights(weights)
     if external in tied:
@@ -625,7 +632,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
     settings = read_settings(folder / ADAPTER_CONFIG_FILE)
     all_names = open_weight_files([file]).names()
     _refuse_embedding_adapter(all_names, file)
-    # Every adapted layer has one A.
+    # Every adapted layer has one A, whatever else it has: B, and a magnitude with DoRA.
     names = [name for name in all_names if ".lora_A." in name]
     spec, description = spec_and_description(model)
     prefixes = _text_decoder_prefixes(spec, names)
@@ -646,6 +653,7 @@ def adapter_conversion(model: nn.Module, folder: Path) -> LoRA:
         for tune_name in groups[name].tune:
             path = tune_name.partition(".lora_")[0]
             layers.add(path)
+            # Patterns of LoRA are regular expressions; these ones select one layer each.
             if rank != base_rank and rank == int(rank):  # load_adapter raises on a fraction, because the shapes differ
                 rank_pattern[re.escape(path)] = int(rank)
             if not math.isclose(alpha, base_alpha):
@@ -679,7 +687,7 @@ def _modules_trained_whole(weights: ModelWeights, names: Iterable[str], settings
     modules = set()
     for name in names:
         external = name.removeprefix(PEFT_PREFIX)
-        # A setting may name the module of the weight, or one around it.
+        # A setting may name the module of the weight, or one around it, by the end of its path, as peft compares them.
         if not any(parent.endswith(saved) for parent in parent_modules(external)):
             continue
         if external in tied:
@@ -687,7 +695,7 @@ def _modules_trained_whole(weights: ModelWeights, names: Iterable[str], settings
         elif external in weights.module_groups:
             weight_names = weights.module_groups[external].tune
         else:
-            continue
+            continue  # the model has no such weight: load_adapter raises
         modules.update(weight_name.rpartition(".")[0] for weight_name in weight_names)
     return sorted(modules)
 

@@ -48,6 +48,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         CheckpointError: it is not a JSON object, or rank, alpha or a flag has the wrong type.
     """
     settings = read_json(path)
+    # The defaults are any valid values: what a missing setting means is up to the caller.
     rank = settings.get("r", 1)
     if type(rank) is not int or not 1 <= rank < _LARGEST:
         raise CheckpointError(f"{path}: r is {rank!r}, where a whole number from 1 is expected: correct it.")
@@ -60,7 +61,7 @@ def read_settings(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {key} is {flag!r}, where true or false is expected: correct it.")
     for key in ("rank_pattern", "alpha_pattern"):
         value = settings.get(key)
-        if value and not _is_number_by_pattern(value):
+        if value and not _is_number_by_pattern(value):  # peft writes {} without patterns
             raise CheckpointError(
                 f"{path}: {key} is {value!r}, where numbers by patterns of module names are expected: correct it."
             )
@@ -113,7 +114,7 @@ def check_settings(weights: ModelWeights, path: Path) -> dict[str, Any]:
                 f"{path}: the adapter has {key} = {settings.get(key, False)}, the model in the run's config "
                 f"{model_settings[key]}: make them equal."
             )
-    if "r" in model_settings:
+    if "r" in model_settings:  # a model that trains only new rows has no rank
         _check_ranks_and_alphas(weights, settings, path)
     return settings
 
@@ -266,12 +267,14 @@ def adapted_modules(
     for group in groups:
         # base_model.model.X.lora_A.weight -> X
         group_modules = [name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in group.external]
-        if not isinstance(group.op, ExpertAdapter):
+        if not isinstance(group.op, ExpertAdapter):  # stacked experts are parameters: see target_parameters below
             modules.update(group_modules)
         tune_module = group.tune[0].removesuffix(LORA_A)
-        if tune_module != group.tune[0] and weight_map.named_like_experts(tune_module, description):
+        is_lora_a = tune_module != group.tune[0]  # one per layer; groups of B and of magnitudes repeat the module
+        if is_lora_a and weight_map.named_like_experts(tune_module, description):
             expert_like.add(group_modules[0])
-    modules -= expert_like  # as target modules, peft would look for stacked experts of these names
+    # As target modules, peft would look for stacked experts of these names: their weights are target parameters.
+    modules -= expert_like
     if in_full:
         target_modules = sorted(modules)
         linear_names = sorted(expert_like)
@@ -311,7 +314,7 @@ def _rank_patterns(groups: Iterable[Group], settings: Mapping[str, Any]) -> dict
             rank = count * rank
             alpha = count ** _scaling_power(settings) * alpha
         name = path.rpartition(".")[2]
-        if path.endswith(_EXPERTS):  # names with a dot
+        if path.endswith(_EXPERTS):  # the names of these parameters have two components
             name = path[path.index("experts.") :]
         layers_by_name.setdefault(name, {})[path] = rank, alpha
     ranks: dict[str, int] = {}

@@ -121,7 +121,9 @@ class Bucket:
             )
 
     def complete(self) -> list[RemoteCheckpoint]:
-        """Return the checkpoints with a marker, oldest first; a damaged marker is logged.
+        """Return the checkpoints with a marker, oldest first, and update ``last_save``.
+
+        A damaged marker is only logged: a resume may take an older checkpoint.
 
         Raises:
             RemoteError: the bucket cannot be listed.
@@ -130,7 +132,7 @@ class Bucket:
         for name, files in self._folders().items():
             if MARKER not in files:
                 continue
-            content = self.folder.read(f"{name}/{MARKER}") or b""
+            content = self.folder.read(f"{name}/{MARKER}") or b""  # deleted since it was listed: counts as damaged
             try:
                 marker = parse_marker(content)
             except ValueError:
@@ -166,7 +168,7 @@ class Bucket:
         """
         self._check_owner()
         marker = (path / MARKER).read_bytes()
-        names = sorted(parse_marker(marker)["crc32"])
+        names = sorted(parse_marker(marker)["crc32"])  # all files but the marker itself
         total = sum((path / name).stat().st_size for name in names)
         progress.start(path.name, total)
         # Its marker first: a kill in between must not leave a checkpoint that seems complete.
@@ -338,12 +340,13 @@ class Uploader:
         attempts = 0  # that failed one after another at the end of the run
         while True:
             with self._changed:
+                # Checkpoints that were pruned locally since are not uploaded.
                 self._pending = [path for path in self._pending if (path / MARKER).exists()]
                 while not self._pending and not self._is_closing:
                     self._changed.wait()
                 if not self._pending:
                     return
-                path = self._uploading = self._pending[-1]
+                path = self._uploading = self._pending[-1]  # the newest, which a resume needs
                 self._saved_again.discard(path)
                 number_pending = len(self._pending)
             failure = self._upload(path)
@@ -366,6 +369,7 @@ class Uploader:
                     f"{path.name} is saved in {path.parent}, but not uploaded yet, training goes on, and it is tried "
                     f"again: {failure}"
                 )
+                # A checkpoint that was added since the upload began, or the end of the run, ends the pause.
                 self._changed.wait_for(
                     lambda count=number_pending: self._is_closing or len(self._pending) != count, _PAUSE
                 )
@@ -416,9 +420,10 @@ class Uploader:
                     f"Uploading {progress.name} to {self._bucket}: {progress.sent / 1e9:.2f} of "
                     f"{progress.total / 1e9:.2f} GB, {len(self._pending)} checkpoints left."
                 )
-        self._thread = None
+        self._thread = None  # close may be called twice: the second call returns at once
         if not self._pending:
             return
+        # The thread has ended with checkpoints left: the upload failed too often, or an unknown error ended the thread.
         newest = self._pending[-1]
         names = ", ".join(path.name for path in self._pending)
         text = (

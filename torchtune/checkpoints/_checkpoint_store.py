@@ -310,6 +310,7 @@ class CheckpointStore:
             self._ranks.run_on_rank_0(partial(self._search.open_bucket, resume=resume))
         point = self.find_resume_point(cfg) if resume else None
         if self._uploader is not None and point is not None:
+            # The run may have been killed before its last checkpoints were uploaded.
             self._uploader.keep = self.keep_last_n_checkpoints
             self._uploader.add_missing(self._search.in_bucket)
         return point
@@ -342,7 +343,9 @@ class CheckpointStore:
     def check_resume(self, cfg: Any) -> None:
         """Check that the newest complete checkpoint can be resumed, without a lock and without verifying checksums.
 
-        Of a checkpoint that only the bucket has, only the settings are downloaded.
+        For the check of a config before its run: nothing is changed in the folder or the bucket, and without a
+        checkpoint there is nothing to check. Of a checkpoint that only the bucket has, only the settings are
+        downloaded.
 
         Raises:
             CheckpointError: see :meth:`find_resume_point`.
@@ -358,13 +361,15 @@ class CheckpointStore:
             resume_point(newest.path)  # raises for a run that is finished
             changed_settings = check_resumed_settings(cfg, newest.path)
             ModelsOfRun.read(newest.path).check_sources(self.sources, newest.path)
+            # Logged last: an error makes them irrelevant.
             for sentence in changed_settings:
                 log_rank_zero(get_logger(), sentence)
             return
         self._search.check_not_finished(newest.remote)
         settings = self._bucket.folder.read(f"{newest.path.name}/torchtune_config.yaml")
-        if settings is not None:
+        if settings is not None:  # a checkpoint need not have its settings, see save
             with TemporaryDirectory() as folder:
+                # With the name of the checkpoint, which messages mention.
                 checkpoint = Path(folder, newest.path.name)
                 checkpoint.mkdir()
                 (checkpoint / "torchtune_config.yaml").write_bytes(settings)
@@ -404,14 +409,14 @@ class CheckpointStore:
             CheckpointError: the checkpoint has other models.
         """
         models = _by_name(models)
-        if self.output_dir is not None:
-            self._saver.wait()
+        if self.output_dir is not None:  # without one, nothing can have been saved
+            self._saver.wait()  # the checkpoint may still be written in the background
         # All models are checked before any is changed.
         paths = {}
         for name, model in models.items():
             paths[name] = _weights_to_resume(model, path / _folder(name))
         for model in models.values():
-            reshard(model)
+            reshard(model)  # frees full parameters that a forward pass has left: the shards are loaded
         with self._ranks.raise_on_all():
             for name, model in models.items():
                 device = next(model.parameters()).device
@@ -465,13 +470,13 @@ class CheckpointStore:
                 or infinite, or the disk is full or not writable; earlier checkpoints are unchanged.
         """
         check_name(name)
-        self._saver.wait()
+        self._saver.wait()  # for the previous save, if it is still written in the background
         for model in _by_name(models).values():  # a validation leaves the parameters all-gathered
             reshard(model)
         # All models are checked and described before a file exists.
         views = {}
         for model_name, model in _by_name(models).items():
-            unread = self.source(model_name).unread
+            unread = self.source(model_name).unread  # frozen weights that are read when they are written
             views[model_name] = SaveView(model, contents_of(contents, model_name), self._ranks, unread)
         exports = []
         files: list[TensorFile] = []
@@ -486,6 +491,7 @@ class CheckpointStore:
             export = export_model(view, self.source(model_name), max_shard_bytes, _folder(model_name))
             exports.append(export)
             files += export.files
+        # A resume checks that these have the same base weights.
         adapted = [name for name, view in views.items() if view.has_adapter and state is not None]
 
         def write_exports(folder: Path) -> None:
@@ -496,7 +502,7 @@ class CheckpointStore:
         # Merging and converting weights needs collectives, which must not run in the background of training: the copy
         # is then complete before this method returns, and waits for no optimizer.
         needs_collectives = any(view.merges or view.stored_weights for view in views.values())
-        optimizers = []
+        optimizers = []  # their next steps wait until the copy is complete
         if state is not None and not needs_collectives:
             for key, value in state.items():
                 optimizers += [optimizer for _, optimizer in optimizers_of(key, value)]
@@ -537,7 +543,7 @@ class CheckpointStore:
 
                 save_config(cfg, folder / "torchtune_config.yaml")
             if state is not None:
-                (folder / STATE_DIR).mkdir(exist_ok=True)
+                (folder / STATE_DIR).mkdir(exist_ok=True)  # the file of a rank may be in it already
                 (folder / STATE_DIR / STRUCTURE).write_text(json.dumps(state.structure), encoding="utf-8")
                 models_of_run.write(folder)
 
@@ -548,7 +554,7 @@ class CheckpointStore:
             state_file = state.file
             state_signature = state.signature
         last_save = 0
-        if self._uploader is not None:
+        if self._uploader is not None:  # the bucket may have newer checkpoints than the folder
             last_save = self._bucket.last_save
         job = Job(
             output_dir,

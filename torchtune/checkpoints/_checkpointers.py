@@ -324,6 +324,7 @@ class ModuleCheckpointer(CheckpointStore):
             if index is not None:
                 write_json(folder / SAFETENSORS_INDEX, index)
             if isinstance(tokenizer, SavableTokenizer):
+                # The source is only for a message about its tokenizer; a module may have no source.
                 save_tokenizer(tokenizer, [folder], self.checkpoint_dir or folder)
             write_extra_files(folder, extra_files or {})
 
@@ -336,7 +337,7 @@ class ModuleCheckpointer(CheckpointStore):
             files,
             write_small_files,
             state_of_rank,
-            ModelsOfRun(),
+            ModelsOfRun(),  # the default: one model, which trains all its weights
             cfg=cfg,
             optimizers=[],
             async_save=async_save,

@@ -140,7 +140,8 @@ def new_directory(
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 sizes[str(path.relative_to(folder))] = path.stat().st_size
-        # Shards come from several machines: a file system that is not shared shows here, and not at the resume.
+        # The sizes are those that this rank sees, of the files of all ranks. Shards come from several machines: a file
+        # system that is not shared shows here, and not at the resume.
         written = dict(checksums or {})
         for file, (size, _) in written.items():
             if sizes.get(file) != size:
@@ -190,7 +191,7 @@ def damaged_files(path: Path, names: list[str], progress: Callable[[int], object
     faults = []
     for name in names:
         file = path / name
-        size = marker["files"].get(name)  # None for files that a resume does not need
+        size = marker["files"].get(name)  # None for files that a resume does not need: their checksum tells alone
         crc = marker["crc32"][name]
         try:
             if not file.is_file():
@@ -344,18 +345,19 @@ def prune(output_dir: Path, keep: int | None, *, underway: Path | None = None) -
         best = best_checkpoint(output_dir)
     except CheckpointError as error:
         get_logger().warning(str(error))
-        return
+        return  # any of them may be the best
     for path in outdated:
         if path.name == best or path == underway:
             continue
-        if keep is None:
+        if keep is None:  # the user has not asked for it
             log_once(
                 get_logger(),
                 f"Of the checkpoints by steps the last {KEPT_STEPS} are kept, older ones are removed: "
                 "checkpointer.keep_last_n_checkpoints changes how many.",
             )
         try:
-            # Renamed first, so that it is removed for all readers even if rmtree is interrupted.
+            # Renamed first, so that it is removed for all readers even if rmtree is interrupted; a resume deletes
+            # leftovers with names of this form.
             removed = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
             os.rename(path, removed)
             shutil.rmtree(removed)
@@ -379,6 +381,7 @@ def check_output_dir(output_dir: Path, checkpoint_dir: Path | None, *, resume: b
             )
     if os.path.exists(output_dir) and not os.path.isdir(output_dir):
         raise CheckpointError(f"output_dir: {output_dir} is a file: choose a folder.")
+    # A link without a target does not exist, and making the folder would fail with a message about something else.
     for path in (output_dir, *output_dir.parents):
         if os.path.islink(path) and not os.path.exists(path):
             raise CheckpointError(

@@ -171,6 +171,7 @@ class SaveView(ModelWeights):
             )
         if resumable and self.merges and not self.has_adapter:
             raise CheckpointError(f"contents: a resume needs the adapter beside the merged weights: {_WITH_ADAPTER}.")
+        # Names of parameters: a weight that a conversion stores in others counts by these.
         weights = self.base.intersection(self.groups) | self.storage
         written: set[str] = set()
         # A resume reads the adapter and not the merged weights.
@@ -178,6 +179,7 @@ class SaveView(ModelWeights):
             written |= weights
         if self.has_adapter or self.merges:
             written |= self._in_adapter(merge=self.merges)
+            # Weights that are trained whole are in both, adapter and merged weights.
             for group in self.trained_groups():
                 written.update(group.tune)
         unsaved = [name for name in self.trained if name not in written]
@@ -188,7 +190,7 @@ class SaveView(ModelWeights):
         """Raise ``CheckpointError`` for trained parameters that the save does not write."""
         name = unsaved[0]
         if name in self._in_adapter():
-            if self.merges:
+            if self.merges:  # its conversion cannot merge it
                 saved = "merged weights"
                 advice = (
                     'give its conversion a method merged(name, weight, model), or save with contents="adapter" '
@@ -233,7 +235,7 @@ class SaveView(ModelWeights):
         if self._unread is not None:
             present = self._unread.present(self, {name, *merge_inputs})
         with present:
-            parameter = self.parameters.get(name)
+            parameter = self.parameters.get(name)  # inside the block: reading replaces the parameter
             if merge_inputs:
                 weight = self._merged(name, merge_inputs)
             elif name in self.stored_weights:
@@ -275,9 +277,9 @@ class SaveView(ModelWeights):
                 gathered[parameter_name] = full_tensor(parameter)
         # Conversions compute merged weights from the parameters of the layer: give them full ones.
         with replaced_parameters(self.model, gathered):
-            weight = self.full(name, gathered)
+            weight = self.full(name, gathered)  # without gathering its parameters once more
             for conversion in self.conversions:
-                merged = conversion.merged(name, weight, self.model)
+                merged = conversion.merged(name, weight, self.model)  # the weight itself, if it changes none of it
                 if merged.shape != weight.shape or merged.dtype != weight.dtype:
                     raise wrong_tensors(
                         conversion,
@@ -387,6 +389,7 @@ def export_model(view: SaveView, source: ModelSource, max_shard_bytes: int, fold
     files: list[TensorFile] = []
     json_files: dict[str, Any] = {}
     adapter_dir = folder
+    # A classifier is exported as a model of its own, without the other towers of its source.
     enclosing = None if description.is_classifier else source.enclosing_checkpoint(view.model)
     is_text_decoder = enclosing is not None and enclosing.is_multimodal
     if view.has_weights:
@@ -472,6 +475,7 @@ def adapter_tensors(
     spec, description = view.spec_and_description
     prefixes = {}
     if enclosing is not None:
+        # Those of most families follow from the prefixes of the tensors in files.
         prefixes = spec.module_prefixes or module_prefixes(enclosing.prefixes)
     weight_map = spec.weight_map("hf")
     adapter_groups = view.adapter_groups
@@ -553,7 +557,7 @@ def shard_files(
     shard_size = 0
     for group in aligned(tensors):
         size = sum(spec.nbytes for spec in group.specs.values())
-        if shards[-1] and shard_size + size > max_shard_bytes:
+        if shards[-1] and shard_size + size > max_shard_bytes:  # a larger group has a file of its own
             shards.append([])
             shard_size = 0
         shards[-1].append(group)
@@ -563,7 +567,7 @@ def shard_files(
     files = []
     weight_map = {}
     for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"  # as transformers names them
         file = TensorFile(f"{folder}{name}", shard)
         files.append(file)
         weight_map.update(dict.fromkeys(file.specs, name))

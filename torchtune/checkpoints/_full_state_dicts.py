@@ -158,7 +158,7 @@ class StateDictMethods:
                 self._write_adapter(state_dict, folder, beside_model=not adapter_only)
             source = self.source()
             source_config = source.checkpoint_dir / "config.json"
-            if source_config.is_file():
+            if source_config.is_file():  # of a composite model, only the text model is in a state dict
                 write_json(folder / "config.json", text_config(read_json(source_config)))
             source.carry_files(folder)
             if intermediate_checkpoint:
@@ -202,9 +202,9 @@ class StateDictMethods:
         second time.
         """
         adapter = _on_cpu(state_dict[ADAPTER_KEY])
-        _torch_save(adapter, folder / _ADAPTER_PT)
+        _torch_save(adapter, folder / _ADAPTER_PT)  # load_checkpoint reads this file
         if self._name_format != "hf":
-            return
+            return  # folders in other formats need not have a config.json, which the layout needs
         spec, description = self._spec_and_description()
         weight_map = spec.weight_map("hf").peft()
         groups = [group for group in weight_map.groups(description) if adapter.keys() & group.tune]
@@ -220,13 +220,16 @@ class StateDictMethods:
             adapter_dir.mkdir(exist_ok=True)
         tensors = dict(weight_map.to_external(adapter.items(), description, partial=True))
         save_tensors(tensors, adapter_dir / ADAPTER_FILE)
-        if ADAPTER_CONFIG in state_dict:
+        if ADAPTER_CONFIG in state_dict:  # without it, rank and alpha are not known
             settings = tune_to_peft_adapter_config(dict(state_dict[ADAPTER_CONFIG]))
             settings |= adapted_modules(groups, spec.weight_map("hf"), description, settings)
             write_json(adapter_dir / ADAPTER_CONFIG_FILE, adapter_settings(self.source().base_name(), settings))
 
     def _newest_with_state(self) -> Path:
-        """Return the newest checkpoint with a recipe's state; without complete ones, the largest number decides."""
+        """Return the newest checkpoint with a recipe's state.
+
+        Checkpoints of older releases have no completion marker: if none is complete, the largest number decides.
+        """
         output_dir = self.require_output_dir()
         checkpoints = complete_directories(output_dir)
         if not checkpoints:
@@ -234,6 +237,7 @@ class StateDictMethods:
                 name = get_largest_iter_folder(output_dir, rf"^{kind}_(\d+)$")
                 if name is not None:
                     checkpoints.append(output_dir / name)
+        # Not skipped: an older checkpoint would silently repeat the training since.
         if checkpoints and (checkpoints[-1] / STATE_DIR).is_dir():
             raise CheckpointError(
                 f"{checkpoints[-1]} was saved by the checkpointer's save(), without a {_RECIPE_STATE}: resume it with "

@@ -65,8 +65,10 @@ class GGUFFile(WeightFiles):
         try:
             reader = _make_reader(gguf, self.path)
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+            # Methods, which _value calls on use: most values are never read.
             self._metadata = {name: field.contents for name, field in reader.fields.items()}
         except (
+            # The gguf package does not check what it reads: a damaged header raises any of these.
             ValueError,
             IndexError,
             KeyError,
@@ -129,7 +131,7 @@ class GGUFFile(WeightFiles):
             ids = _special_ids(self)
         except CheckpointError:
             raise
-        except Exception as error:
+        except Exception as error:  # errors of the package tokenizers are of the class Exception itself
             raise CheckpointError(
                 f"{self.path}: the tokens, their kinds and the merges of its tokenizer do not fit each other "
                 f"({error}): download it again."
@@ -140,7 +142,7 @@ class GGUFFile(WeightFiles):
             "tokenizer_class": "PreTrainedTokenizerFast",
             **{f"{name}_token": tokens[index] for name, index in ids.items()},
             "add_bos_token": _adds_bos(self),
-            "clean_up_tokenization_spaces": False,
+            "clean_up_tokenization_spaces": False,  # decoding returns the text unchanged
             "model_max_length": self.need("{arch}.context_length"),
             "chat_template": self.get("tokenizer.chat_template"),
         }
@@ -152,6 +154,7 @@ class GGUFFile(WeightFiles):
                 stops.add(token_id)
         generation = {
             "bos_token_id": ids.get("bos"),
+            # A list only if there are several, as in published files.
             "eos_token_id": sorted(stops) if len(stops) > 1 else next(iter(stops), None),
             "pad_token_id": ids.get("pad"),
         }
@@ -233,6 +236,11 @@ class GGUFFile(WeightFiles):
             ) from error
 
     def _describe(self) -> Description:
+        """Return the model, see :attr:`description`, which also converts the errors that damaged metadata cause.
+
+        The defaults are llama.cpp's for missing metadata. Biases, norms of queries and keys, and tying have no
+        metadata: the names of the tensors show them.
+        """
         heads = self.need("{arch}.attention.head_count")
         embed_dim = self.need("{arch}.embedding_length")
         head_dim = self.get("{arch}.attention.key_length", embed_dim // heads)
@@ -317,7 +325,10 @@ def _make_reader(gguf: Any, path: Path) -> Any:
 
 
 def pre_tokenizers() -> dict[str, Callable[[], Any]]:
-    """Map ``tokenizer.ggml.pre`` to the pre-tokenizer."""
+    """Map ``tokenizer.ggml.pre`` to a function that builds the pre-tokenizer of the family's ``tokenizer.json``.
+
+    The tokens are byte-level BPE: each pre-tokenizer splits the text, and maps its bytes to characters.
+    """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -325,7 +336,7 @@ def pre_tokenizers() -> dict[str, Callable[[], Any]]:
         return Sequence(
             [
                 Split(Regex(pattern), behavior="isolated"),
-                ByteLevel(add_prefix_space=False, use_regex=False),
+                ByteLevel(add_prefix_space=False, use_regex=False),  # only maps bytes: the text is split already
             ]
         )
 
@@ -391,7 +402,7 @@ def _build_tokenizer(file: GGUFFile) -> Any:
     for merge in file.need("tokenizer.ggml.merges"):
         merges.append(tuple(merge.split(" ")))
     if len(vocab) != len(tokens):
-        raise ValueError("the vocabulary has a token twice")
+        raise ValueError("the vocabulary has a token twice")  # tokenizer_files names the file
     # Llama 3's tokenizer takes a word of the vocabulary whole, even where its merges do not lead to it.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.pre_tokenizer = pre_tokenizers()[pre]()

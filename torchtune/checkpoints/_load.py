@@ -141,19 +141,21 @@ class ModelSource:
         if model_type is not None and model_type not in ModelType.__members__:
             raise CheckpointError(f"model_type: '{model_type}' is not one of {', '.join(ModelType.__members__)}.")
         self.checkpoint_dir = local_path(checkpoint_dir, "checkpointer.checkpoint_dir")
+        # A folder below /tmp, for example, may be prepared by another user, with weights and a chat template.
         refuse_path_of_other_user(self.checkpoint_dir, "checkpointer.checkpoint_dir")
         self.checkpoint_files = checkpoint_files
         self.adapter_checkpoint = adapter_checkpoint
         self.model_type = None if model_type is None else ModelType[model_type]
         self.text_only = text_only
         self.repo_id = repo_id
+        # In the order of the search; an absolute path is the same in each.
         self._adapter_dirs = (Path(), self.checkpoint_dir, *adapter_dirs)
         # Of a tokenizer inside the weight files: its files in an export, by name, and token ids for config.json.
         self._tokenizer_files: dict[str, Any] = {}
         self._token_ids: dict[str, int] = {}
         # The opened checkpoint of a larger model, if only its text decoder is loaded; see `enclosing_checkpoint`.
         self._enclosing: TextDecoderFiles | None = None
-        self._is_enclosing_opened = False
+        self._is_enclosing_opened = False  # also True if there is none
         # Of weights that stay in their files until they are written.
         self._readers: Mapping[str, WeightReader] = {}
 
@@ -210,7 +212,7 @@ class ModelSource:
             self._readers, new_weights = _base_readers(weights, files)
         else:
             new_weights = load_base(weights, files, device, dtype, split_layers)
-        model.adapter_init = init
+        model.adapter_init = init  # load_adapter does not subtract an initial adapter again, and a save writes the kind
         adapter = self._find_adapter(weights)
         if adapter is not None:
             add_new_tokens(model, adapter)
@@ -664,7 +666,7 @@ def _groups_of_format(
     compare_tied: bool,
 ) -> list[Group]:
     """Return the groups of files with the names of a weight map, without the output layer if it would be new."""
-    if compare_tied:
+    if compare_tied:  # select ignores the second copy of a tied tensor
         _check_tied(weights, weight_map, description, files)
     names = files.names()
     is_new_head = description.is_classifier and not _head_names(weight_map, description) & set(names)
@@ -679,6 +681,7 @@ def _groups_of_format(
         vocabulary_projection = _head_names(weight_map, replace(description, num_classes=0))
         names = [name for name in names if name not in vocabulary_projection]
     try:
+        # Nothing is read for a new head, so that the files may lack its tensors.
         return weight_map.select(names, description, lambda name: name != _HEAD or not is_new_head)
     except WeightMapError as error:
         raise CheckpointError(f"{files.location()}: {str(error).rstrip('.')}: {_ADVICE}.") from error
@@ -700,7 +703,7 @@ def _check_tied(weights: ModelWeights, weight_map: WeightMap, description: Descr
     for tie in weight_map.tied:
         original = groups[tie.source].external[0]
         if not getattr(description, tie.when) or tie.external not in names or original not in names:
-            continue
+            continue  # the model does not tie the weights, or the files store them once
         parameter = weights.parameters[tie.source]
         rows_in_files = _spec_without_new_rows(weights, tie.source).shape[0]
         slices, _ = my_shard(parameter)
@@ -745,6 +748,7 @@ def initialize_missing(model: nn.Module, loaded: set[str], device: torch.device,
                 materialize(model, name, device, dtype)
             _initialize(model, path, module, inside)
             missing = [name for name in missing if name not in inside]
+    # A parameter that is not on the meta device has a value already.
     uninitialized = [name for name in missing if model.get_parameter(name).is_meta]
     if uninitialized:
         omitted = f" and {len(uninitialized) - 1} more" if len(uninitialized) > 1 else ""
@@ -778,7 +782,7 @@ def _initialize(model: nn.Module, path: str, module: nn.Module, names: list[str]
     for name, parameter in module.named_parameters(prefix=path):
         if not isinstance(parameter, DTensor):
             continue
-        if name in names:
+        if name in names:  # initialize_parameters sets all values
             full[name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         elif reads_base:
             full[name] = full_tensor(parameter)

@@ -315,12 +315,13 @@ class ModelWeights:
         missing = []
         for name in sorted(mapped - self.base):
             module_path = name.rpartition(".")[0]
-            layer = ".".join(module_path.split(".")[:2])
+            layer = ".".join(module_path.split(".")[:2])  # such as layers.0
             if layer in modules:  # a simulated model lacks whole layers
                 missing.append(name)
         if not missing:
             return
         path, _, leaf = missing[0].rpartition(".")
+        # A layer that is wrapped by another module has its weight below: q_proj.weight becomes q_proj.inner.weight.
         renamed = [name for name in self.base - mapped if name.startswith(f"{path}.")]
         hint = ""
         if renamed:
@@ -355,7 +356,7 @@ class ModelWeights:
         if stored_weight.by_rows:
             # From the first row to the last that any of the parameters needs.
             row_slices = []
-            for parameter_name in stored_weight.names:
+            for parameter_name in stored_weight.names:  # their dtypes are the conversion's
                 slices, _ = self._local_shard(parameter_name, device)
                 row_slices.append(slices[0])
             start = min(row_slice.start for row_slice in row_slices)
@@ -494,10 +495,10 @@ class ModelWeights:
         for parameter_name in stored_weight.names:
             parameter = self.parameters[parameter_name]
             shape = tuple(parameter.shape)
-            if stored_weight.by_rows:
+            if stored_weight.by_rows:  # value may be only the rows that this rank needs
                 shape = (value.shape[0], *shape[1:])
             expected[parameter_name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
-        if describe_tensors(tensors) != describe_tensors(expected):
+        if describe_tensors(tensors) != describe_tensors(expected):  # names, dtypes and shapes
             raise wrong_tensors(
                 conversion,
                 f"from_full('{name}')",

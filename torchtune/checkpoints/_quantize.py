@@ -122,7 +122,7 @@ def quantize_checkpoint(
     else:
         write_compressed(source, model, quantizer, folder, device=device, dtype=dtype)
     trained_for = _quantizer_of_training(source.checkpoint_dir)
-    if trained_for is None:
+    if trained_for is None:  # trained without fake quantization, so that no quantizer is expected
         return
     is_trained_for = isinstance(quantizer, Quantizer) and quantizer.layout == trained_for.layout
     if not is_trained_for:
@@ -133,11 +133,11 @@ def quantize_checkpoint(
 
 
 def _quantizer_of_training(folder: Path) -> QATQuantizer | None:
-    """Return the QAT quantizer that trained a checkpoint of this library."""
+    """Return the QAT quantizer that trained a checkpoint of this library; None if none did, or it is not known."""
     path = folder / "torchtune_config.yaml"
     if not path.is_file():
         return None
-    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}  # None for an empty file
     component = settings.get("quantizer")
     if not isinstance(component, dict):
         return None
@@ -184,11 +184,11 @@ def write_compressed(
     quantization_config = _quantization_config(quantizer)
     storage_format = quantization_config["format"]
     tensors = []
-    kept_dtype = dtype  # of the weights that are not quantized
+    kept_dtype = dtype  # of the weights that are not quantized, which is the dtype in config.json
     for group in groups:
         for name in group.external:
             shape = files.shape(name)
-            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for its dtype
+            first_element = files.read(name, tuple(slice(0, 1) for _ in shape))  # for the dtype that read() returns
             weight = torch.empty(shape, dtype=dtype or first_element.dtype, device="meta")
             if name in quantized_names:
                 tensors.append(_QuantizedWeight(files, name, weight, device, quantizer, storage_format))
@@ -314,8 +314,8 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         inputs = {
             "num_bits": 8,
             "type": "float" if is_float8 else "int",
-            "symmetric": is_float8,
-            "dynamic": True,
+            "symmetric": is_float8,  # torchao quantizes int8 inputs with a zero point
+            "dynamic": True,  # scales are computed from the inputs at run time, one per token
             "strategy": "token",
         }
         storage_format = "float-quantized" if quantizer.weight_type == "float" else "int-quantized"
@@ -325,7 +325,7 @@ def _quantization_config(quantizer: Quantizer) -> dict[str, Any]:
         "format": storage_format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "score"],
+        "ignore": ["lm_head", "score"],  # heads keep their precision, see quantizable_layers
         "kv_cache_scheme": None,
     }
 
@@ -364,7 +364,7 @@ def _checked_groups(source: ModelSource, model: nn.Module) -> list[Group]:
     files = source.open(model)
     spec, description = spec_and_description(model)
     name_format = detect_format(files, spec, description)
-    if name_format != "hf":
+    if name_format != "hf":  # the quantized names are made of the names in the files
         raise CheckpointError(
             f"checkpoint_dir: {source.checkpoint_dir} has the names of the format '{name_format}': quantize a "
             "checkpoint in Hugging Face's layout, as every training recipe writes."
@@ -449,10 +449,12 @@ def _export_gguf(
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for key, value in metadata.items():
             _add_gguf_metadata(writer, key, value)
-        # The writer needs name, shape and type of every tensor before the first values.
+        # The writer needs name, shape and type of every tensor before the first values, and the values in this order.
         divisors = _rope_divisors(description)
         if divisors is not None:
-            writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.numpy().dtype, 4 * len(divisors))
+            num_bytes = 4 * len(divisors)  # float32
+            writer.add_tensor_info("rope_freqs.weight", divisors.shape, divisors.numpy().dtype, num_bytes)
+        # Quantized values are bytes for the writer, whatever their type.
         byte_dtype = torch.empty(0, dtype=torch.uint8).numpy().dtype
         for name, quantization_type in types.items():
             shape = tuple(model.get_parameter(name).shape)
@@ -469,7 +471,7 @@ def _export_gguf(
                 external_tensors = [tensor.to(dtype) for tensor in external_tensors]
             # llama.cpp has the order of rows that this library has, and other names.
             for name, weight in zip(group.tune, group.to_tune(external_tensors), strict=True):
-                sign_of_life()
+                sign_of_life()  # for the watchdog: a large model takes minutes
                 values = weight.float().contiguous().numpy()
                 writer.write_tensor_data(gguf.quants.quantize(values, types[name]))
         writer.close()
@@ -566,6 +568,7 @@ def _tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
         tokens[index] = text
         if text not in added_tokens:
             types[index] = NORMAL
+        # _gguf builds special tokens of the first kind, and other added tokens of the second.
         elif added_tokens[text]["special"]:
             types[index] = CONTROL
         else:

@@ -112,6 +112,7 @@ class ModelsOfRun:
             CheckpointError: a model is missing, is new, or has other weights.
         """
         for name, base in self.bases.items():
+            # A model that is missing among the sources is found by check_trained.
             if name in sources and sources[name].base_fingerprint != base["files"]:
                 raise CheckpointError(
                     f"{checkpoint}: its adapter was trained on the weights in {base['folder']}, and those in "
@@ -261,7 +262,7 @@ def check_resumed_settings(cfg: Any, checkpoint: Path) -> list[str]:
                 treatment = OnResume.NEW
                 effect = f" ({_EXACT[key, old, new]})"
             if treatment is OnResume.KEPT and new is None:
-                continue  # the setting was left out
+                continue  # left out, as by seed: null: the checkpoint's value goes on, which nobody changed
             changes[treatment].append(f"{key} was {old} and is {new} now{effect}")
     fixed = changes[OnResume.FIXED]
     if fixed:
@@ -299,7 +300,7 @@ def check_same_settings(cfg: Any, ranks: Ranks) -> None:
     changes = []
     if text != text_of_first:
         for key, value_of_first, value in _differences("", yaml.safe_load(text_of_first), yaml.safe_load(text)):
-            key = key.removeprefix(".")
+            key = key.removeprefix(".")  # the settings as a whole have the name ""
             are_paths = _is_absolute(value_of_first) and _is_absolute(value)
             if are_paths or key.partition(".")[0] in _MAY_DIFFER:
                 continue
@@ -403,7 +404,7 @@ def with_bucket(local: list[Path], remote: list[RemoteCheckpoint], output_dir: P
 def resume_candidates(output_dir: Path, *, is_only_place: bool) -> list[Path]:
     """Return the complete checkpoints, newest first; empty if the run starts from the beginning.
 
-    Leftovers of an interrupted save are deleted.
+    Leftovers of an interrupted save are deleted; a checkpoint that it had moved aside, to replace it, is restored.
 
     Args:
         output_dir: folder of the run.
@@ -516,7 +517,7 @@ class CheckpointSearch:
         with ExitStack() as stack:
 
             def begin() -> list[Candidate]:
-                if self._output_dir.is_dir():
+                if self._output_dir.is_dir():  # the lock would create it
                     stack.enter_context(self._lock.held())
                 local = resume_candidates(self._output_dir, is_only_place=not self.in_bucket)
                 return with_bucket(local, self.in_bucket, self._output_dir)

@@ -150,6 +150,7 @@ class TensorFile:
         self.specs: dict[str, torch.Tensor] = {}
         for group in self.groups:
             self.specs.update(group.specs)
+        # transformers refuses a file without the format.
         header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
         self.size = 0
         for name, spec in self.specs.items():
@@ -160,7 +161,7 @@ class TensorFile:
             self.size += spec.nbytes
         encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         encoded += b" " * (-len(encoded) % 8)  # the tensors after it are aligned to 8 bytes
-        self.header = len(encoded).to_bytes(8, "little") + encoded
+        self.header = len(encoded).to_bytes(8, "little") + encoded  # safetensors: length, JSON, values
 
 
 class FileWriter:
@@ -293,7 +294,7 @@ def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], rank
             values = values.to_local()  # each rank checks its shard
         is_plain = type(values) is torch.Tensor  # other classes of tensors may lack the operation
         if is_plain and values.dtype in _CHECKED_DTYPES and values.numel():
-            # They need no memory, unlike a mask. Both are NaN if any value is.
+            # The extremes need no memory, unlike a mask of all values. Both are NaN if any value is.
             extremes = torch.stack(torch.aminmax(values))
             checked_names.append(parameter_name)
             are_finite.append(torch.isfinite(extremes).all())
@@ -437,7 +438,7 @@ class Saver:
         self._copying = copied, job.name, time.monotonic() - start
         # Hooks are removed later: the optimizer iterates over them when it calls them.
         self._hooks = [optimizer.register_step_pre_hook(self._wait_for_copy) for optimizer in optimizers]
-        if not optimizers:
+        if not optimizers:  # the copy is complete: this logs how long it took
             self._wait_for_copy()
 
     def _wait_for_copy(self, *_: object) -> None:
@@ -488,11 +489,12 @@ class Saver:
             return False
 
     def _write_or_raise(self, job: Job, rounds: Iterable[_Round], failure: list[Exception]) -> None:
+        """Write a checkpoint; an error of any rank is raised on all, and leaves no folder."""
         ranks = self._ranks
         path = job.output_dir / job.name
         checksums: Checksums = {}
         with ExitStack() as stack:
-
+            # Rank 0 alone enters the contexts, so that the stack of any other rank is empty.
             def begin() -> Path:
                 stack.enter_context(self._lock.held())
                 directory = new_directory(job.output_dir, job.name, checksums, last_save=job.last_save)
@@ -513,7 +515,7 @@ class Saver:
                 except OSError as error:
                     raise explain_os_error(error, path) from error
             for written_by_rank in ranks.gather(written):
-                checksums.update(written_by_rank)
+                checksums.update(written_by_rank)  # new_directory reads this dict when the stack closes
             ranks.run_on_rank_0(stack.close)  # writes the marker and renames the folder
         if ranks.rank == 0:
             job.finish(path)
@@ -521,7 +523,7 @@ class Saver:
     def _write_files(self, job: Job, rounds: Iterable[_Round], folder: Path) -> Checksums:
         """Write and flush the files of this rank; return size and checksum of each."""
         writers: dict[str, FileWriter] = {}
-        activity = watched_activity() or Activity()
+        activity = watched_activity() or Activity()  # a new one, which nothing reads, without a watchdog
         checksums: Checksums = {}
         write_error: OSError | ValueError | None = None
         is_incomplete = False
@@ -555,7 +557,7 @@ class Saver:
         finally:
             for writer in writers.values():
                 writer.close()
-            del write_error
+            del write_error  # an error refers to this frame, and the frame to the error: both would outlive the call
         return checksums
 
     def _exchange(self, groups: _Round) -> tuple[TensorFile | None, list[TensorSlice] | None]:
@@ -575,6 +577,7 @@ class Saver:
             else:
                 packets[group.writer] = _pack(group.slices)
             group.slices = None  # frees them before the packets of other ranks arrive
+        # Every rank writes its state file alone. A round has groups of shared files only, or of that file.
         if self._ranks.size > 1 and groups[0].is_shared:
             for packet in self._ranks.exchange_packets(packets, receives=file is not None):
                 received = _unpack(packet)

@@ -41,7 +41,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
         CheckpointError: the family has other weight names or another layout, or the numbers of heads differ.
     """
     if not config_file.is_file():
-        return
+        return  # such as Meta's folders
     spec, _ = spec_and_description(model)
     try:
         is_composite = spec.builder is not None
@@ -64,6 +64,7 @@ def check_config(model: nn.Module, config_file: Path) -> None:
     try:
         described = spec.from_hf_config(config)
     except ModelError as error:
+        # Only a comparison is lost: the builder in the run's config describes the model.
         get_logger().warning(f"{config_file} is not compared with the model: {error}")
         return
     check_description(model, described, config_file)
@@ -125,6 +126,7 @@ def config_of(
     config = {}
     if source_dir is not None and (source_dir / "config.json").is_file():
         config = text_config(read_json(source_dir / "config.json"), is_composite)
+    # A config that describes the model keeps the fields and spellings of its source.
     if not _describes(config, spec, description):
         # Drop fields with two spellings, which could contradict each other.
         for key in ("rope_parameters", "torch_dtype"):
@@ -169,6 +171,7 @@ def _describes(config: dict, spec: ModelSpec, description: Description) -> bool:
 
 def copy_small_files(source: Path, folder: Path, *, tokenizer: bool) -> None:
     """Copy the small files of a source into an export; see :meth:`ModelSource.carry_files`."""
+    # Other folders, such as a folder of downloads with a GGUF file, may hold anything, also in folders below them.
     is_model_folder = (source / "config.json").is_file()
     other_models = []  # folders of the other models in a checkpoint of several
     if (source / MARKER).exists():
@@ -178,7 +181,7 @@ def copy_small_files(source: Path, folder: Path, *, tokenizer: bool) -> None:
         relative = path.relative_to(source)
         target = folder / relative
         if _is_left_behind(relative) or relative.parts[0] in other_models or target.exists():
-            continue
+            continue  # the export has its own file under this name
         is_of_tokenizer = is_tokenizer_file(relative)
         if is_of_tokenizer and not tokenizer:
             continue
@@ -299,6 +302,7 @@ def add_pad_token(tokenizer: Any, folder: Path) -> None:
         if not path.is_file():
             continue
         settings = read_json(path)
+        # The second file need not list the token, and is changed only where its entry would contradict.
         if settings and (name == "tokenizer_config.json" or "pad_token" in settings):
             write_json(path, {**settings, "pad_token": pad_tokens[0]})
 
@@ -332,7 +336,7 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
         settings = read_json(path)
     else:
         config = read_json(folder / "config.json")
-        config.update(config.get("text_config", {}))
+        config.update(config.get("text_config", {}))  # of a composite model, where the ids may be
         settings = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     published = settings.get("eos_token_id")
     if published is None:
@@ -343,6 +347,7 @@ def add_stop_tokens(tokenizer: Any, folder: Path) -> None:
     stop_tokens = getattr(tokenizer, "stop_tokens", ())
     turn_ends = getattr(tokenizer, "turn_ends", ())
     stops = list(dict.fromkeys([*published, *stop_tokens, *turn_ends]))  # once each
+    # A file that lists the tokens already stays as it is.
     if stops and (stops != published or not path.is_file()):
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]
         write_json(path, settings)

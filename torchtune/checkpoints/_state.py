@@ -173,7 +173,7 @@ def rank_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], rank
     starts = {}
     for turn, (name, state_tensor) in enumerate(tensors.items()):
         shard = _shard_to_write(state_tensor, parameters.of_tensor(state_tensor.path), ranks, turn)
-        if shard.is_writer and shard.data.numel():
+        if shard.is_writer and shard.data.numel():  # an empty shard is in no file
             starts[name] = [dim.start for dim in shard.slices]
             groups.append(ExistingTensor(name, shard.data))
     for name, state_tensor in generator_tensors.items():
@@ -222,7 +222,10 @@ def _file_of(rank: int) -> str:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, _StateTensor]) -> _Node:
-    """Encode ``value`` as JSON, and add its tensors to ``tensors``, by their names in the file."""
+    """Encode ``value`` as JSON, and add its tensors to ``tensors``, by their names in the file.
+
+    The node of a tensor is in both results, so that :func:`_shard_to_write` can add the shape and dtype to it.
+    """
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter, DTensor)  # a subclass may hold several tensors
         if not is_plain or value.is_sparse or value.is_quantized:
@@ -338,7 +341,7 @@ class _RankFiles:
                 break
             header = self.header(rank)
             if name not in header.starts:
-                continue
+                continue  # another rank was the writer, or the shard was empty
             dims = zip(header.starts[name], header.shapes[name], strict=True)
             shard = tuple(slice(start, start + size) for start, size in dims)
             overlap = _overlap(shard, slices)
@@ -346,7 +349,7 @@ class _RankFiles:
                 continue
             in_file = _relative(overlap, shard)
             in_values = _relative(overlap, slices)
-            values[in_values] = self.file(rank).read(name, in_file or None)
+            values[in_values] = self.file(rank).read(name, in_file or None)  # (): the slice of a scalar
             # Shards do not overlap each other: one rank writes those that are replicated.
             num_missing -= math.prod(dim.stop - dim.start for dim in overlap)
             self._order.remove(rank)  # the next slice is likely in the same file
@@ -445,7 +448,7 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     structure = _read_structure(folder)
     parameters = _OptimizerParameters.of(state, named)
     saved_names = structure.pop(_NAMES, {})
-    structure.pop("files of ranks", None)  # checkpoints of 0.8.0's previews
+    structure.pop("files of ranks", None)  # in checkpoints of 0.8.0's previews; no value of the state
     if "best" in state and "best" not in structure:  # earlier releases have it in the guard
         guard = {}
         if "guard" in structure:
@@ -463,9 +466,10 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
     def read_tensor(path: str, node: _Node) -> torch.Tensor:
         parameter = parameters.of_tensor(path)
         shape = tuple(node["shape"])
+        # Codes of a low-bit optimizer have no "shards" if the saved run was not sharded: then this run must not be.
         if "shards" in node or path.endswith(" codes"):
             return files.read(node, _row_of_shard(parameter, node, shape, folder))
-        if not isinstance(parameter, DTensor) or not shape:
+        if not isinstance(parameter, DTensor) or not shape:  # a scalar, such as a count of steps, has no shards
             return files.read(node, full_slices(shape))
         dtype = getattr(torch, node["dtype"])
         return read_shard(parameter, shape, dtype, lambda slices: files.read(node, slices))
@@ -477,9 +481,10 @@ def load_state(state: Mapping[str, Any], named: Mapping[str, nn.Parameter], fold
         saved = _decode_key(structure, key, read_tensor, folder)
         with damage_named(folder / STATE_DIR / STRUCTURE, f" in '{key}'"):
             _check_optimizer_kind(key, value, saved, folder)
-            if not hasattr(value, "load_state_dict"):
+            if not hasattr(value, "load_state_dict"):  # a dict
                 value.update(saved)
                 continue
+        # The error of an object that refuses a state says that the run differs, and not that the file is damaged.
         try:
             value.load_state_dict(saved)
         except _WRONG_VALUE as error:
@@ -530,6 +535,7 @@ def _check_optimizer_kind(key: str, value: Any, saved: Any, folder: Path) -> Non
             check_state_format(optimizer, saved_state)
     except OptimizerStateError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+    # load_state_dict itself compares the number of groups, and a wrapper's state has none of its own.
     for group, saved_group in zip(value.param_groups, saved.get("param_groups", ()), strict=False):
         # If only one side has additional settings, the release is another; if both have some, the optimizer is.
         only_here = sorted(group.keys() - saved_group.keys())

@@ -377,7 +377,7 @@ class ScaledFiles(_QuantizedFiles):
 
     def read(self, name: str, slices: Slices | None = None) -> torch.Tensor:
         """Read a tensor or a slice of it; of a quantized weight, only the rows of the slice are read."""
-        if name + self._scale not in self._weight_of:
+        if name + self._scale not in self._weight_of:  # not quantized
             return super().read(name, slices)
         shape = self.shape(name)
         scale, (block_rows, block_columns) = self._read_scale(name, shape)
@@ -390,7 +390,7 @@ class ScaledFiles(_QuantizedFiles):
         column_blocks = torch.arange(columns.start, columns.stop) // block_columns
         elements_per_row = max(weight.numel() // max(sizes[-2], 1), 1)
         rows_at_once = max(_ELEMENTS_AT_ONCE // elements_per_row, 1)
-        for start in range(rows.start, rows.stop, rows_at_once):
+        for start in range(rows.start, rows.stop, rows_at_once):  # bounds the memory of the products before rounding
             chunk = slice(start, min(start + rows_at_once, rows.stop))
             row_blocks = torch.arange(chunk.start, chunk.stop) // block_rows
             # [experts …, rows of the chunk, columns]: the scale of each element
@@ -417,7 +417,7 @@ class ScaledFiles(_QuantizedFiles):
                     bits = possible_bits
             stored_slices = None
             if bits is not None:
-                # Words of a row hold values of several columns: complete rows are read.
+                # Words of a row hold values of several columns: complete rows are read, and columns are cut below.
                 stored_slices = (slices[0], slice(0, packed_shape[1]))
             values = super().read(stored, stored_slices)
             if values.dtype == torch.int32 and bits is not None:
@@ -450,7 +450,7 @@ class ScaledFiles(_QuantizedFiles):
                 if blocks.shape != (*matrices, math.ceil(rows / block_rows), math.ceil(columns / block_columns)):
                     continue
                 if self._is_float8:
-                    blocks = blocks.float()  # products are rounded once, to bfloat16
+                    blocks = blocks.float()  # the caller rounds products once, to bfloat16
                 return blocks, size
         of_blocks = ""
         if self._block is not None:
@@ -462,7 +462,10 @@ class ScaledFiles(_QuantizedFiles):
 
 
 def _read_block_size(config: Path) -> _BlockSize | None:
-    """Return rows and columns of the blocks that share a scale, if there are any.
+    """Return rows and columns of the blocks that share a scale; None if the config names no blocks.
+
+    Two settings may name them: ``weight_block_size`` (float8 of DeepSeek) and ``block_structure`` of a group of
+    compressed-tensors. Also checks the fields that decide whether the values can be read.
 
     Raises:
         CheckpointError: ``quantization_config`` in ``config.json`` has an unsupported value.
@@ -483,7 +486,7 @@ def _read_block_size(config: Path) -> _BlockSize | None:
                 raise _unsupported_field(config, f"config_groups.{name}.format", group_format)
             path = f"config_groups.{name}.weights.block_structure"
             sizes[path] = _field(group, "weights.block_structure")
-    except AttributeError as error:
+    except AttributeError as error:  # of _field, at a value that is not an object
         raise CheckpointError(f"{config}: quantization_config has a value of another type: {_ADVICE}.") from error
     blocks = set()
     for path, size in sizes.items():
@@ -492,10 +495,10 @@ def _read_block_size(config: Path) -> _BlockSize | None:
         if not isinstance(size, list) or len(size) != 2:
             raise _unsupported_field(config, path, size)
         for length in size:
-            if type(length) is not int or not 0 < length < 2**20:
+            if type(length) is not int or not 0 < length < 2**20:  # more than any weight has
                 raise _unsupported_field(config, path, size)
         blocks.add(tuple(size))
-    if len(blocks) > 1:
+    if len(blocks) > 1:  # the caller uses one size for all weights
         raise CheckpointError(f"{config}: quantization_config has blocks of {len(blocks)} sizes: {_ADVICE}.")
     return next(iter(blocks), None)
 
@@ -694,7 +697,7 @@ def safe_torch_load(checkpoint_path: str | Path, weights_only: bool = True, mmap
             path, map_location="cpu", mmap=mmap and zipfile.is_zipfile(path), weights_only=weights_only
         )
     except Exception as error:  # reading a damaged pickle raises any kind of error
-        reason = first_line(error).partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]  # torch goes on with advice for its own callers
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code
             reason = "it is damaged, or holds more than tensors, which could run code when it is read"
         raise CheckpointError(

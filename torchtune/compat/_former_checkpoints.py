@@ -176,12 +176,13 @@ class CheckpointClient:
             raise CheckpointError("save_adapter_weights_only: the model has no adapter: set it to False.")
         if dir_prefix == "step":
             number = training_progress.steps_run
-            total_steps = training_progress.total_training_steps or float("inf")
+            total_steps = training_progress.total_training_steps or float("inf")  # not known: no step is the last
             intermediate = (number or 0) < total_steps
         else:
             number = epoch
             intermediate = epoch + 1 < training_progress.total_epochs
 
+        # The last checkpoint is not resumed, and has the layout of earlier releases in both modes.
         if self._enable_async and intermediate:
             contents: str | tuple[str, ...] = "model"
             if has_adapter:
@@ -235,6 +236,7 @@ class CheckpointClient:
         tensors = gather_cpu_state_dict(model, is_rank_zero, self._device, adapter_weights_only=adapter_only)
         checkpoint: dict[str, Any] = {}
         if adapter_params:
+            # Empty on the other ranks, as their tensors are.
             checkpoint[ADAPTER_KEY] = {name: tensors[name] for name in adapter_params if name in tensors}
             if adapter_config is not None:
                 checkpoint[ADAPTER_CONFIG] = dict(adapter_config)
@@ -302,7 +304,7 @@ class CheckpointClient:
                 f"resume_from_checkpoint: {self._checkpointer.output_dir} holds no checkpoint: set it to False, or "
                 "give the output_dir of the run."
             )
-        progress: dict[str, Any] = {}
+        progress: dict[str, Any] = {}  # filled by resume
         self._checkpointer.resume(point, model, {_OPTIMIZER: optimizer, _PROGRESS: progress})
         if dataloader is not None and progress.get(DATALOADER_KEY) and hasattr(dataloader, "load_state_dict"):
             dataloader.load_state_dict(progress[DATALOADER_KEY])
@@ -346,7 +348,7 @@ def load_from_full_model_state_dict(
         raise RuntimeError(
             f"The state dict does not fit the model: missing {missing[:3]}, unexpected {unexpected[:3]}."
         )
-    reshard(model)
+    reshard(model)  # frees full parameters that a forward pass has left: the shards are loaded
     target = torch.device("cpu") if cpu_offload else torch.device(device)
     weights = ModelWeights(model)
     for name in names:
@@ -448,7 +450,7 @@ def load_from_full_optimizer_state_dict(
     names = _names_in(groups)
     saved_names = _names_in(full_sd["param_groups"])
     if sorted(names) != sorted(saved_names):
-        unmatched = min(set(names) ^ set(saved_names), default="?")
+        unmatched = min(set(names) ^ set(saved_names), default="?")  # "?" for a name that one side has twice
         raise CheckpointError(
             f"The optimizer state in the checkpoint belongs to other parameters ('{unmatched}' is on one side only): "
             "resume with the config that the checkpoint was trained with."
@@ -468,7 +470,7 @@ def load_from_full_optimizer_state_dict(
     for group in groups:
         group_names = group["params"]
         if group_names:
-            group.update(saved_groups[group_names[0]])
+            group.update(saved_groups[group_names[0]])  # with the saved group's params, which the next line replaces
         group["params"] = [numbers[name] for name in group_names]
     opt.load_state_dict({"state": state, "param_groups": groups})
 

@@ -71,10 +71,12 @@ def load_hf_dataset(
     from datasets.distributed import split_dataset_by_node
 
     rows = load_dataset(source, streaming=streaming, **load_dataset_kwargs)
+    # filter_fn receives rows as they are loaded, and the ranks divide the rows that are left.
     if filter_fn is not None:
         rows = rows.filter(filter_fn)
     size, rank = get_world_size_and_rank()
     if streaming:
+        # A stream has no indices for a sampler: all ranks shuffle it alike, in a buffer, and each takes its rows.
         if shuffle:
             rows = rows.shuffle(seed=seed)
         node = nodes.IterableWrapper(split_dataset_by_node(rows, rank=rank, world_size=size))
@@ -120,7 +122,7 @@ def get_multi_dataset(
         weights=weights,
         stop_criteria=constants[criterion],
         seed=seed,
-        rank=rank,
+        rank=rank,  # torchdata seeds each rank differently
         world_size=world_size,
     )
 

@@ -252,12 +252,13 @@ def keep_row_losses() -> Iterator[list[Tensor]]:
             losses: list[Tensor] = []
             total, count = sum_and_count(*args, row_losses=losses, **kwargs)
             recorded.extend(losses)
-            if row_losses is not None:
+            if row_losses is not None:  # the list of a caller with the present interface
                 row_losses.extend(losses)
             return total, count
 
         return record
 
+    # Methods of the classes, because the block does not name its loss; all are read before one is replaced.
     methods = {kind: kind.sum_and_count for kind in (CEWithChunkedOutputLoss, LinearCrossEntropyLoss, LogitsLoss)}
     for kind, method in methods.items():
         kind.sum_and_count = recording(method)
@@ -366,7 +367,7 @@ def slice_str_to_array(slice_str: str, length: int) -> list[bool]:
                 numbers.append(int(number))
             except ValueError as error:
                 raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.") from error
-        if len(numbers) > 3 or numbers == [None]:
+        if len(numbers) > 3 or numbers == [None]:  # more than two colons, or an empty part
             raise ValueError(f"'{part}' in '{slice_str}' is neither an index nor a slice.")
         if len(numbers) > 1:
             for index in range(length)[slice(*numbers)]:

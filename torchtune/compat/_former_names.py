@@ -443,13 +443,14 @@ def attribute(module: str, name: str) -> Any:
     """
     path = f"{module}.{name}"
     present = NAMES.get(path)
-    if present is None and path in MODULES:
+    if present is None and path in MODULES:  # a former submodule, which the finder makes
         return importlib.import_module(path)
     explanation = explain_gone(path)
     if explanation is not None:
-        if hasattr(sys.modules[module], "__path__"):
+        if hasattr(sys.modules[module], "__path__"):  # a package: import looks for a submodule next, see find_spec
             raise AttributeError(explanation)
         raise ImportError(explanation)
+    # Python itself asks for names such as __file__, which belong to a module and do not move.
     if present is None and module in MODULES and not name.startswith("__"):
         present = f"{MODULES[module]}.{name}"
     missing = AttributeError(f"module '{module}' has no attribute '{name}'")
@@ -459,7 +460,7 @@ def attribute(module: str, name: str) -> Any:
     try:
         value = getattr(importlib.import_module(present_module), present_name)
     except AttributeError:
-        raise missing from None
+        raise missing from None  # about the name that was asked for
     _warn(path, present)
     setattr(sys.modules[module], name, value)  # found without this function from now on
     return value

@@ -209,7 +209,7 @@ def get_context_parallel_manager(
     if not enabled:
         return lambda buffers: contextlib.nullcontext()
     mesh = world_mesh["cp"]
-    _check_heads(model, mesh.size())
+    _check_heads(model, mesh.size())  # before the model is changed
     shard_sequences(model, mesh.get_group())
 
     @contextlib.contextmanager
@@ -226,6 +226,7 @@ def get_context_parallel_manager(
                     "example with padded_collate_sft(pad_to_multiple_of=parallel_dims.min_seq_len_divisor)."
                 )
         hook = model.register_forward_pre_hook(_make_position_hook(rank), with_kwargs=True)
+        # The data of the caller's own tensors are replaced, as in torch's context_parallel.
         full_data = [buffer.data for buffer in sharded]
         for buffer in sharded:
             buffer.data = buffer.data.chunk(ranks, dim=1)[rank].contiguous()
@@ -387,7 +388,7 @@ class RunReport:
     """
 
     def __init__(self, recipe: Any) -> None:
-        # Two rooms that nothing else in this file needs.
+        # Two packages that nothing else in this file needs.
         from torchtune import reports
         from torchtune.rlhf.loss import KTOLoss
 
@@ -399,12 +400,12 @@ class RunReport:
                 )
         if hasattr(recipe, "training_state"):
             check_training_state(recipe.training_state())
-        # KTO compares an answer with that of another row.
+        # KTO compares an answer with that of another row, so that its batches for the report have at least two rows.
         rows_per_loss = 2 if isinstance(getattr(recipe, "loss_fn", None), KTOLoss) else 1
         self._recipe = recipe
         self._report = reports.RunReport(
             recipe.cfg,
-            str(sys.modules[type(recipe).__module__].__file__),
+            str(sys.modules[type(recipe).__module__].__file__),  # the recipe's file
             recipe.dims,
             recipe.device,
             recipe.model,
@@ -417,6 +418,7 @@ class RunReport:
             recipe.total_steps,
             rows_per_loss=rows_per_loss,
         )
+        # Recipes that sample are measured by rewards, which their losses do not show; others by the loss, if they can.
         self._measured_by: dict[str, Any] = {}
         if hasattr(recipe, "sample"):
             self._measured_by["sample"] = recipe.sample

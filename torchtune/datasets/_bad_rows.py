@@ -81,9 +81,10 @@ class BadRows:
 
 
 def _by_reason(reasons: Sequence[tuple[int, str]]) -> str:
-    """Describe rows: each reason with the numbers of its first rows."""
+    """Describe rows: each of the first ten reasons with the numbers of its first ten rows."""
     rows_of: dict[str, list[int]] = {}
     for row, reason in reasons:
+        # A full stop would end the sentence of the message, which goes on after each reason.
         rows_of.setdefault(reason.rstrip("."), []).append(row)
     parts = []
     for reason, rows in rows_of.items():
@@ -126,9 +127,10 @@ def list_left_out(rows: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     Returns:
         path of the file; empty without a run (:func:`torchtune.utils.get_run_logger`).
     """
-    path = _skipped_rows_path()
+    path = _skipped_rows_path()  # None without a run, where the rows are only counted (num_left_out)
     listed = _listed.setdefault(path, set())
     lines = [json.dumps({**origin, "reason": reason}) for origin, reason in rows]
+    # A row can come again: in another dataset of the same source, or in the next pass over a stream.
     new_lines = [line for line in dict.fromkeys(lines) if line not in listed]
     listed.update(new_lines)
     if path is None:

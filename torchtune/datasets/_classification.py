@@ -214,6 +214,13 @@ class ClassificationTransform:
         return truncate(tokens, self.limit)
 
     def _label(self, row: Mapping[str, Any]) -> LabelValue:
+        """Return the label of a row as plain data, for the notes of the store, which are JSON.
+
+        An empty list is the label of a row to which no class applies.
+
+        Raises:
+            DataError: the label is missing, not finite, or a list with a fraction.
+        """
         value = _column(row, "label_column", self._label_column)
         if isinstance(value, np.ndarray | tuple):
             value = list(value)
@@ -296,6 +303,7 @@ class ClassificationDataset(TokenizedDataset):
         rows = prepare_rows(
             row_source,
             Tokenize(transform, limit=transform.limit, has_notes=True),  # the notes are the labels
+            # Without labels and problem_type: they change only the targets, which are not stored.
             depends_on={
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -310,7 +318,7 @@ class ClassificationDataset(TokenizedDataset):
         super().__init__(row_source, rows, limit=transform.limit)
         self.has_own_names = labels is not None
         self.task = self._make_task(labels, problem_type)
-        try:
+        try:  # the dataset's own table, until the recipe sets that of the model and the loss
             targets = sorted(set(self._row_targets(self.task)))
             self.set_targets(self.task, targets)
         except DataError as error:

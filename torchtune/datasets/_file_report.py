@@ -156,10 +156,13 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
         row: the row.
         row_format: its format.
         chosen: settings of the dataset that the user has chosen, of :data:`CHECKED_SETTINGS`.
+
+    Returns:
+        None if there is no reason, or the builder does not read conversations.
     """
     builder = row_format.builder
     settings = dict(row_format.settings)
-    # As the builder makes the transform of this row.
+    # As the builder makes the transform of this row; alpaca_dataset has no new_system_prompt.
     options = {}
     if chosen.get("new_system_prompt") is not None and builder != "alpaca_dataset":
         options["new_system_prompt"] = chosen["new_system_prompt"]
@@ -178,6 +181,7 @@ def _problem(row: Any, row_format: RowFormat, chosen: Mapping[str, Any]) -> str 
         sample = transform(column_map=columns or None, **options)(row)
         # Of a pair, the chosen answer stands for both: the transform has compared their prompts.
         messages = sample.get("messages", sample.get("chosen"))
+        # Preference datasets take turns in any order.
         if builder != "preference_dataset" and not chosen.get("allow_any_order"):
             validate_messages(messages)
     except DataError as error:
@@ -370,10 +374,10 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
         facts: facts about all rows.
         rows: (number, row) of the inspected rows.
     """
-    if len(facts.formats) < 2:
+    if len(facts.formats) < 2:  # no row differs from the others
         return
     main_format = facts.main_format
-    if main_format == UNKNOWN:
+    if main_format == UNKNOWN:  # there is no format by which to judge the other rows
         return
     formats: Counter[RowFormat] = Counter()
     firsts: dict[RowFormat, int] = {}
@@ -387,6 +391,7 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
             continue
         row_format = format_of(columns)
         reason = None
+        # A row that the same builder reads, such as a chat in another style, is no bad one.
         if row_format.builder != main_format.builder:
             reason = _reason_for_bad_row(columns, row_format, main_format, facts.examples[main_format])
         if reason is None:
@@ -396,7 +401,8 @@ def _separate_bad_rows(facts: FileFacts, rows: Iterable[tuple[int, Any]]) -> Non
             bad_rows[number] = reason
     facts.formats = formats
     facts.firsts = firsts
-    facts.defects = []
+    facts.defects = []  # their rows are problems from here on
+    # A bad row may have a problem of the format that its columns suggest, which its reason replaces.
     problems = [(number, reason) for number, reason in facts.problems if number not in bad_rows]
     facts.problems = sorted([*problems, *bad_rows.items()])
 
@@ -493,7 +499,7 @@ def histogram(values: list[int], unit: str) -> str:
     num_digits = len(str(max(top // 10, 1)))
     magnitude = 10 ** (num_digits - 1)
     width = next(factor * magnitude for factor in (1, 2, 5, 10, 20) if factor * magnitude * 10 > top)
-    last = top // width + 1  # the open bin
+    last = top // width + 1  # the open bin, which has the values above the bin of the percentile
     counts = Counter(min(value // width, last) for value in values)
     most = max(counts.values())
     median = ordered[len(ordered) // 2]
@@ -512,6 +518,7 @@ def report(facts: FileFacts) -> list[str]:
     """Return the report of a file as lines."""
     size = Path(facts.path).stat().st_size
     inspected = "all"
+    # Rows that cannot be decoded are problems and are never inspected.
     if facts.read < facts.rows - len(facts.problems):
         inspected = f"the first {facts.read:,}; --all looks into every row"
     lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {inspected})"]
@@ -531,6 +538,7 @@ def report(facts: FileFacts) -> list[str]:
     elif len(facts.formats) > 1:
         lines.append("warning     the rows are of several formats: split the file, a dataset reads one of them")
     is_unknown = UNKNOWN in facts.formats
+    # Columns that are the same in all rows of a known format say nothing new.
     if len(facts.columns) > 1 or is_unknown:
         for names, count in facts.columns.most_common(5):
             lines.append(f"columns     {names}, {count:,} rows")
@@ -545,6 +553,7 @@ def report(facts: FileFacts) -> list[str]:
             "            torchtune.datasets.instruct_dataset column_map.input=text column_map.output=label trains "
             "labels that are texts as answers of a language model"
         )
+    # A chat whose rows also have a label could be meant for a classifier: chat_dataset ignores the label.
     chat_formats = [row_format for row_format in facts.formats if row_format.builder == "chat_dataset"]
     if chat_formats and facts.example is not None and is_class_label(facts.example.get("label")):
         column = dict(chat_formats[0].settings)["conversation_column"]

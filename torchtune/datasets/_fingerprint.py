@@ -128,7 +128,7 @@ class Fingerprint:
         name = f"{kind.__module__}.{kind.__qualname__}"  # the module of code run by exec may be None
         if isinstance(value, Mapping):
             return dict(value)
-        if isinstance(value, set | frozenset):
+        if isinstance(value, set | frozenset):  # whose order differs between processes
             return sorted(value, key=repr)
         if isinstance(value, Enum):
             return [name, value.name]
@@ -142,7 +142,7 @@ class Fingerprint:
             return [value.__func__.__name__, value.__self__]
         if isinstance(getattr(value, "fingerprint", None), str):
             return [name, value.fingerprint]
-        if kind is not value and name.partition(".")[0] in _PICKLED:
+        if kind is not value and name.partition(".")[0] in _PICKLED:  # objects in C++ or Rust, without attributes
             return [name, pickle.dumps(value)]
         if not _is_own(kind) or "<" in kind.__qualname__:  # the code of a lambda or a local function is not known
             self.is_exact = False
@@ -152,7 +152,7 @@ class Fingerprint:
         if not hasattr(value, "fingerprint_parts"):
             return [name, vars(value)]
         parts = value.fingerprint_parts()
-        if parts is None:
+        if parts is None:  # the object depends on something that changes, such as the time of day
             self.is_exact = False
         return [name, parts]
 

@@ -26,7 +26,7 @@ from torchtune.datasets._tokenized import check_label_weights, check_row
 from torchtune.tokenizers import check_tokenizer
 from torchtune.utils import doing
 
-# Maximum number of examples that are searched for a label.
+# Maximum number of examples that are searched for a label: some rows may have none within max_seq_len.
 _NUM_SEARCHED = 32
 
 
@@ -293,13 +293,14 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
     if getattr(tokenizer, "gives_patches", False):
         collate_images = collate_documents
     takes_images = getattr(tokenizer, "takes_images", False)
+    # Only the collate functions of this library that drop images are known; any other one may take them.
     if takes_images and collate != collate_images and collate in (collate_documents, padded_collate_sft):
         raise DataError(
             f"collate_fn: {collate.__name__} does not take the images of the tokenizer: set "
             f"collate_fn=torchtune.data.{collate_images.__name__}."
         )
     signature = inspect.signature(collate)
-    if _is_own(collate) and signature.return_annotation is Batch:
+    if _is_own(collate) and signature.return_annotation is Batch:  # nothing to check or convert
         return collate
     settings = {}
     if "padding_idx" in signature.parameters:
@@ -307,7 +308,7 @@ def instantiate_collate(collate_fn: str | Callable[..., Any], tokenizer: Any) ->
 
     def collated(examples: list[Any]) -> Batch:
         batch = Batch.from_dict(collate(examples, **settings))
-        if batch.labels is None:
+        if batch.labels is None:  # from_dict accepts batches of prompts, which have none
             raise DataError(f"collate_fn: the batch has no 'labels', it has {', '.join(batch)}.")
         return batch
 

@@ -188,6 +188,7 @@ class MixedDataset(ConcatDataset):
         self.sizes = [len(dataset) for dataset in self.parts]
         self._weights = mixture_weights(self.names, self.sizes, self._given_weights, self._temperature)
         self._counts = mixture_counts(self.sizes, self._weights, self._stop)
+        # `mixture` is in the checkpoint's data position: resuming with another one raises.
         weights = [f"{name} {weight:.6g}" for name, weight in zip(self.names, self._weights, strict=True)]
         self.mixture = f"{', '.join(weights)}, stop={self._stop}"
         unit = "examples"
@@ -394,14 +395,18 @@ def with_source(example: Any, number: int, names: tuple[str, ...]) -> Any:
 def mixture_weights(
     names: Sequence[str], sizes: Sequence[int], weights: Mapping[str, float] | None, temperature: float
 ) -> list[float]:
-    """Return normalized weights; raise :class:`DataError` as :class:`MixedDataset` does."""
+    """Return weights with the sum 1, one for each of ``names``; ``weights`` None weights datasets by their sizes.
+
+    Raises:
+        DataError: names and weights do not match, or a number is out of range.
+    """
     if weights is None:
         numbers = list(sizes)
     elif not isinstance(weights, Mapping):
         raise DataError(f"weights is a {type(weights).__name__}: give a number for the name of each dataset.")
     else:
         weight_of_name = {str(name): weight for name, weight in weights.items()}  # YAML reads 2024 as a number
-        unmatched = weight_of_name.keys() ^ set(names)
+        unmatched = weight_of_name.keys() ^ set(names)  # on one side only
         if unmatched:
             name = min(unmatched)
             problem = "is no dataset of the mixture"
@@ -415,7 +420,7 @@ def mixture_weights(
             raise DataError(f"weights: {name} has {weight}: a weight is above 0; leave out a dataset that is not used.")
     if not temperature > 0:
         raise DataError(f"temperature must be above 0, not {temperature}: 1 leaves weights as they are.")
-    largest = max(numbers)  # divided by it, weights of any size have a power
+    largest = max(numbers)  # divided by it, so that the power of large weights does not overflow
     scaled = [(weight / largest) ** (1 / temperature) for weight in numbers]
     return [weight / math.fsum(scaled) for weight in scaled]
 

@@ -39,7 +39,7 @@ def spread_images(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray) 
         rows with images of each pack, for at least as many packs as all tokens fill; rows without images are left to
         the caller.
     """
-    num_packs = math.ceil(int(lengths.sum()) / capacity)
+    num_packs = math.ceil(int(lengths.sum()) / capacity)  # rows without images fill the packs up
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     rooms = [capacity] * num_packs  # free tokens of each pack
     # The row with the most image tokens goes into the pack with the fewest, and so on, as long as it has space.
@@ -107,7 +107,7 @@ def best_fit(lengths: np.ndarray, capacity: int, image_tokens: np.ndarray | None
             if room not in with_room:
                 insort(rooms, room)
             with_room[room].append(pack)
-    return sorted(sorted(rows) for rows in packs if rows)
+    return sorted(sorted(rows) for rows in packs if rows)  # packs for images may have stayed empty
 
 
 def split_evenly(lengths: np.ndarray, capacity: int, longest: int | None = None) -> list[list[Piece]]:
@@ -292,7 +292,12 @@ class PackedDataset(ExampleDataset):
         self._pack(self.ds.measure())
 
     def _pack(self, lengths: np.ndarray, longest: int | None = None) -> None:
-        """Assign rows to packs, given their numbers of tokens; ``longest`` is the maximum of a piece of a row."""
+        """Assign rows to packs, and log how full they are.
+
+        Args:
+            lengths: number of tokens of each row, int64 ``[rows]``.
+            longest: maximum number of tokens of a piece of a row; None until :meth:`limit_rows` sets it.
+        """
         if not len(lengths):
             raise DataError("There is nothing to pack: the dataset is empty.")
         if self._splits:

@@ -92,7 +92,7 @@ def prepare_answers(
         "allow_empty_answers": allow_empty_answers,
         "weight_column": weight_column,
     }
-    # An answer without a label is refused where it is tokenized, by its name.
+    # The notes are facts about images. An answer without a label is refused where it is tokenized, by its name.
     tokenize = Tokenize(tokenize_answers, tokenizer=tokenizer, has_notes=True, needs_labels=False, answers=names)
     return prepare_rows(source, tokenize, depends_on, formats=formats_of(message_transform))
 
@@ -220,7 +220,7 @@ class PreferenceDataset(AnswersDataset):
             chosen = item["chosen_encoder_input"]["images"]
             rejected = item["rejected_encoder_input"]["images"]
             if torch.equal(chosen.pixels, rejected.pixels):
-                # The same tensor, so that the vision tower runs once for both answers.
+                # The same object: a batch has each tensor once, so that the vision tower runs once for both answers.
                 item["rejected_encoder_input"]["images"] = replace(rejected, pixels=chosen.pixels)
         return item
 
@@ -251,6 +251,7 @@ def tokenize_pair(
         )
     if samples["chosen"]["tokens"] == samples["rejected"]["tokens"]:  # there is nothing to prefer
         problem = "both answers are the same"
+        # Truncation may have cut off what differs.
         if limit is not None and len(samples["chosen"]["tokens"]) >= limit:
             problem += f" within max_seq_len={limit}"
         raise DataError(problem)

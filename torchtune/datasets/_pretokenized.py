@@ -52,14 +52,15 @@ class TokenIdsTransform:
         attention_mask = row.get("attention_mask")
         if attention_mask is not None and (len(attention_mask) != len(tokens) or not all(attention_mask)):
             raise DataError("column 'attention_mask' has zeros, which mark padding: write the rows without padding")
-        labels = _shifted(labels, CROSS_ENTROPY_IGNORE_IDX)
+        labels = _shifted(labels, CROSS_ENTROPY_IGNORE_IDX)  # nothing follows the last token
         sample = {"tokens": tokens[: self.limit], "labels": labels[: self.limit]}
         if self.limit is not None and len(tokens) > self.limit:
-            sample["labels"][-1] = CROSS_ENTROPY_IGNORE_IDX  # of a token that was cut off
+            # The label of a token that was cut off: a truncated row is trained on as if it ended there.
+            sample["labels"][-1] = CROSS_ENTROPY_IGNORE_IDX
         weights = self._optional(row, "weights")
         if weights is not None:
             weights = check_label_weights(weights, tokens)
-            sample["label_weights"] = _shifted(weights, 1.0)[: self.limit]
+            sample["label_weights"] = _shifted(weights, 1.0)[: self.limit]  # 1.0: that position has no label
         return sample
 
     def _optional(self, row: Mapping[str, Any], name: str) -> Any:

@@ -142,17 +142,18 @@ class Worker:
         self._killed_message = f"The process that {name} was killed, most likely because memory ran out: {advice}."
         self._owner = os.getpid()
         self._calls = context.Queue()
-        self._calls.cancel_join_thread()  # drop unread calls at exit
+        self._calls.cancel_join_thread()  # this process exits without waiting until the worker has read all calls
         self._answers, worker_end = context.Pipe(duplex=False)
-        self._first_valid_ticket = context.Value("q", 0, lock=False)  # calls with lower tickets are canceled
+        # Calls with lower tickets are canceled. No lock: only this process writes the number.
+        self._first_valid_ticket = context.Value("q", 0, lock=False)
         self._tickets = itertools.count()
-        self._received: dict[int, tuple[Any, Exception | None]] = {}
+        self._received: dict[int, tuple[Any, Exception | None]] = {}  # (result, error) by ticket, until it is asked for
         arguments = (work, self._calls, worker_end, self._first_valid_ticket, self._owner)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # fork of a multi-threaded process
             self._process.start()
-        worker_end.close()
+        worker_end.close()  # the worker has its copy: the pipe ends when the worker exits
         # Run before multiprocessing sends SIGTERM to daemons at exit, which this process ignores.
         self.end = util.Finalize(self, _end, (self._process,), exitpriority=100)
 
@@ -258,8 +259,8 @@ def _serve(work: Callable[..., Any], calls: Any, answers: Connection, first_vali
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole process group; the parent may still save
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    torch.set_num_threads(1)
-    gc.freeze()  # keep pages shared with the parent
+    torch.set_num_threads(1)  # there is a worker for each core
+    gc.freeze()  # keep pages shared with the parent: a collection would write to all objects
     heartbeat = _Heartbeat(answers, first_valid_ticket)
     with watch_activity(heartbeat):
         while True:
@@ -271,7 +272,7 @@ def _serve(work: Callable[..., Any], calls: Any, answers: Connection, first_vali
                 value = work(*arguments)
             except Exception as error:  # noqa: BLE001  (raised where the answer is read)
                 failure = picklable_error(error)
-            except _Canceled:
+            except _Canceled:  # a BaseException, so that `work` cannot catch it; nobody waits for an answer
                 continue
             answers.send((heartbeat.ticket, value, failure))
 

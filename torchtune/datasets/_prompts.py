@@ -60,6 +60,7 @@ class PromptDataset(TokenizedDataset):
         # The number of a prompt is that of its row, by which rewards and records find it: none may be missing.
         if row_source.skips:
             raise DataError("on_bad_row=skip is not possible for prompts: leave rows out with filter_fn.")
+        # Set before the rows are prepared, because `_sample` reads them.
         self._column = column
         self._system = new_system_prompt
         self._tokenizer = tokenizer
@@ -74,7 +75,7 @@ class PromptDataset(TokenizedDataset):
         for note in rows.notes:
             num_images, _ = note["images"]  # the other one is a checksum of the images
             self.num_images += num_images
-        self._rows = row_source.rows()
+        self._rows = row_source.rows()  # rewards read the other columns of a row
 
     def _sample(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens of a row's prompt up to the generation prompt; placeholders take the place of labels."""

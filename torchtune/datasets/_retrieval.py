@@ -173,13 +173,13 @@ class EmbeddingDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform.sample, needs_labels=False),
+            Tokenize(transform.sample, needs_labels=False),  # no token is predicted: labels only mark the ends of texts
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
                 "columns": transform.column_map,
                 "instructions": [query_instruction, document_instruction],
-                "end": transform.end,
+                "end": transform.end,  # instead of add_eos, whose default depends on the tokenizer's files
                 "limit": transform.limit,
             },
             formats=(RETRIEVAL,),
@@ -405,7 +405,8 @@ class RerankingDataset(TokenizedDataset):
         row_source = RowSource(source, filter_fn=filter_fn, **load_dataset_kwargs)
         rows = prepare_rows(
             row_source,
-            Tokenize(transform, has_notes=True, needs_labels=False),
+            Tokenize(transform, has_notes=True, needs_labels=False),  # the notes are (label, query)
+            # Without listwise, which only groups the stored pairs.
             {
                 "dataset": type(self),
                 "tokenizer": tokenizer,
@@ -431,7 +432,10 @@ class RerankingDataset(TokenizedDataset):
         self._check_labels()
 
     def _check_labels(self) -> None:
-        """Raise :class:`DataError` for labels from which nothing can be learned."""
+        """Raise :class:`DataError` for labels from which nothing can be learned.
+
+        The loss of a pair needs different labels in the dataset, that of a list different labels within each query.
+        """
         if not self.listwise:
             if len(set(self._labels.tolist())) == 1:
                 raise DataError(

@@ -76,6 +76,7 @@ def cache_folder() -> Path:
         raise DataError(
             f"Cannot make the folder {folder} for prepared rows ({error.strerror}): {_OTHER_CACHE}."
         ) from error
+    # Whoever can write to the folder could change what the model is trained on.
     if status.st_uid != os.getuid():
         raise DataError(f"The folder {folder} for prepared rows belongs to another user: {_OTHER_CACHE}.")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -118,7 +119,7 @@ def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = N
         DataError: the cache folder cannot be used, ``prepared`` has no such rows, or the fingerprint is not exact
             inside a :func:`preparing` block.
     """
-    output = preparation_folder()
+    output = preparation_folder()  # None unless `tune data prepare` is writing the rows, whatever `prepared` says
     if prepared is not None and output is None:
         yield CacheEntry(_rows_prepared_before(fingerprint, source, prepared))
         return
@@ -159,7 +160,7 @@ def cache_entry(fingerprint: Fingerprint, source: str, prepared: Path | None = N
                 yield entry
             if entry.is_stored:
                 entry.rows = PreparedRows(root / key)
-            else:
+            else:  # rows with images, of which no tokens are kept
                 shutil.rmtree(root / key, ignore_errors=True)
         if entry.rows is not None and not fingerprint.is_exact:  # no later run can use them
             _leave(root / key)
@@ -228,7 +229,7 @@ def _rows_prepared_before(fingerprint: Fingerprint, source: str, root: Path) -> 
     """Return the rows in an output folder of ``tune data prepare``; raise with the differences if they do not match."""
     if not root.is_dir():
         raise DataError(f"There is no folder {root} with prepared rows: write it with tune data prepare.")
-    if reads_nothing():
+    if reads_nothing():  # a check of the config: without a tokenizer, the fingerprint is another one
         raise NotRead(f"{root} is there")
     folder = root / fingerprint.text
     rows = _open(folder)

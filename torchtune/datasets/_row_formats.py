@@ -148,13 +148,14 @@ def defect_of(row: Mapping[str, Any]) -> str | None:
     """
     if not row:
         return "the row has no columns"
+    # The column of a conversation whose turns are broken: `format_of` did not take them for turns.
     for _, _, name in STYLES.values():
         if name in row:
             try:
                 as_messages(turns_of_column(row[name], name))
             except DataError as error:
                 return str(error)
-    for columns in (*_QUESTION_COLUMNS, ("text",)):
+    for columns in (*_QUESTION_COLUMNS, ("text",)):  # pairs of a question and an answer, and plain text
         if not all(name in row for name in columns):
             continue
         for name in columns:
@@ -274,13 +275,14 @@ def _conversation_format(row: Mapping[str, Any], styles: Mapping[str, str]) -> R
         if question in row and answer in row and (question in styles or answer in styles):
             settings = column_map(input=question, output=answer)
             return RowFormat(CONVERSATIONAL_PROMPTS, "instruct_dataset", settings)
-    # A prompt to answer, with columns for its reward, is no training conversation.
+    # A prompt to answer, with columns for its reward, is no training conversation; `_text_format` reads it.
     is_prompt = "prompt" in styles and (len(row) > 1 or not _ends_with_answer(row["prompt"]))
     if not styles or is_prompt:
         return None
     name = _conversation_column(styles)
     style = styles[name]
     image = _image_column(row)
+    # Of OpenAI messages, chat_dataset reads the images without settings.
     if image is not None and style == "sharegpt":
         settings = column_map(conversations=name, image=image)
         # A row without an image shows nothing: tags are the usual layout, and do no harm where there is no image.
@@ -332,6 +334,7 @@ def _question_format(row: Mapping[str, Any]) -> RowFormat | None:
 
 def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
     """Return the format of rows of texts: a conversation as JSON, a prompt, a labeled text, or plain text."""
+    # A text or a prompt that happens to be JSON stays a text or a prompt.
     if "text" not in row and "prompt" not in row:
         readings = conversations_of(row)  # as JSON text
         if readings:
@@ -350,6 +353,7 @@ def _text_format(row: Mapping[str, Any]) -> RowFormat | None:
         return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", "text"),))
     # A text in the column of a conversation is one that cannot be read, such as a list that Python has printed.
     conversation_columns = {name for _, _, name in STYLES.values()}
+    # Of several columns without a usual name, only the user knows which one is meant.
     if len(row) == 1 and texts[0] not in conversation_columns:
         return RowFormat(RAW_TEXT, "text_completion_dataset", (("column", texts[0]),))
     return None
@@ -430,7 +434,11 @@ class ConversationToMessages(Transform):
         return convert(sample)
 
     def _reading(self, sample: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the column and the format of the row's conversation."""
+        """Return the column and the format of the row's conversation: the settings, or what the row has.
+
+        Raises:
+            DataError: no column holds a conversation, or the row can be read in two ways.
+        """
         if self.conversation_column is not None and self.conversation_style is not None:
             return self.conversation_column, self.conversation_style
         columns = sample

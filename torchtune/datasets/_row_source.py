@@ -133,6 +133,7 @@ class RowSource:
             raise DataError(f"on_bad_row must be stop or skip, not '{on_bad_row}'.")
         self.skips = on_bad_row == "skip"
         self.drops_duplicates = drop_duplicates
+        # Removed also if they are False or None, which load_dataset or rows in memory would not accept.
         if kwargs.pop("streaming", None):
             raise DataError(
                 "streaming=True is not possible here: the rows are tokenized before training; leave it out."
@@ -151,7 +152,7 @@ class RowSource:
         # `load_rows` is made here: the check of a config follows **kwargs into the calls of a function, not its copies.
         self._load = partial(load_rows, source, filter_fn=filter_fn, filter_kwargs=filter_kwargs, **kwargs)
         if self._is_in_memory:
-            self._rows = _rows_in_memory(source, kwargs.copy())
+            self._rows = _rows_in_memory(source, kwargs.copy())  # a generator can be read only once
             self.name = f"the {type(source).__name__} of {len(self._rows)} rows in memory"
         else:
             self._source = str(source)
@@ -226,6 +227,7 @@ class RowSource:
         for name in names:
             if Path(name).exists():
                 continue
+            # A Hub dataset, or a file that is missing, for which loading raises.
             if is_remote_name(name) or not glob.glob(name, recursive=True):
                 return False
         num_files = None
@@ -236,7 +238,12 @@ class RowSource:
 
 
 def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Convert rows in memory to a sequence."""
+    """Convert rows in memory to a sequence.
+
+    Args:
+        source: a list, a ``datasets.Dataset``, a mapping of splits of the ``datasets`` package, or another iterable.
+        kwargs: arguments for ``datasets.load_dataset``, of which only ``split`` may be set.
+    """
     settings = sorted(name for name, value in kwargs.items() if name != "split" and value is not None)
     if settings:
         raise DataError(f"{settings[0]} does not go with rows in memory: leave it out.")
@@ -248,7 +255,7 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
         if split not in source:
             raise DataError(f"source has the splits {', '.join(source)}: set split to one of them, not {split!r}.")
         return source[split]
-    if split not in (None, "train"):
+    if split not in (None, "train"):  # "train" is the default of the builders
         raise DataError(f"split='{split}' does not go with rows in memory: hand over the rows that are meant.")
     if isinstance(source, list | tuple):
         return source
@@ -256,6 +263,7 @@ def _rows_in_memory(source: Any, kwargs: Mapping[str, Any]) -> Any:
     if hasattr(source, "__len__"):
         if is_from_datasets_package:
             return source
+        # By index: such a dataset may have no __iter__, and Python's fallback needs an IndexError at the end.
         if hasattr(source, "__getitem__") and not is_data_frame:
             return [source[index] for index in range(len(source))]
     if not hasattr(source, "__iter__") or is_data_frame:
@@ -300,7 +308,7 @@ def _filter_of_row(filter_fn: Callable[..., bool], settings: Mapping[str, Any]) 
         if columns is not None:
             arguments = [row[name] for name in columns]
         if settings.get("with_indices"):
-            arguments.append(number)
+            arguments.append(number)  # the last positional argument
         return filter_fn(*arguments, **kwargs)
 
     return keep
@@ -339,10 +347,10 @@ def load_rows(
     check_read_in_preview(source, is_remote=is_remote)
     name = ", ".join(names) or source
     split = kwargs.get("split")
-    if kwargs.get("streaming"):
+    if kwargs.get("streaming"):  # the stream filters its rows itself, as it reads them
         return _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
     files = local_files(path, kwargs)
-    if files is not None:
+    if files is not None:  # files that are read without the package
         rows = rows_of_split(files, split, name)
     else:
         rows = _load_with_package(path, kwargs, name, source, load_dataset_kwargs)
@@ -374,6 +382,7 @@ def _load_with_package(
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(_reported_once())
+            # The package leaves files open.
             warnings.simplefilter("ignore", ResourceWarning)
             if is_on_hub:
                 stack.enter_context(without_waiting_for_the_hub())
@@ -420,7 +429,7 @@ def _load_with_package(
         reason = first_line(error.__cause__ or error)
         raise DataError(f"Cannot read the data file {name}: {reason}.") from error
     except RuntimeError as error:
-        if "script" not in str(error):
+        if "script" not in str(error):  # an error of the package that has no advice
             raise
         raise DataError(
             f"Dataset '{source}' is made by a script, which is not run: set dataset.revision=refs/convert/parquet, if "
@@ -432,7 +441,7 @@ def _load_with_package(
         if "corresponds to no data" in str(error):
             raise DataError(f"There are no rows in {name} (split {kwargs.get('split')}).") from error
         raise DataError(f"Cannot load {name}: {first_line(error)}.") from error
-    if isinstance(rows, dict):
+    if isinstance(rows, dict):  # without split, the package returns all of them by name
         raise DataError(f"{name} has the splits {', '.join(rows)}: set split to one of them.")
     return rows
 
@@ -450,7 +459,10 @@ def _hub_status(error: BaseException) -> int | None:
 
 
 def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
-    """Return the rows that ``save_to_disk`` of the ``datasets`` package wrote to a folder."""
+    """Return the rows that ``save_to_disk`` of the ``datasets`` package wrote to a folder.
+
+    ``load_dataset`` does not read such a folder; without a ``split``, all splits are returned by name, as it does.
+    """
     import datasets
 
     settings = [name for name, value in kwargs.items() if value is not None and name not in ("split", "streaming")]
@@ -462,7 +474,7 @@ def _saved_rows(folder: str, kwargs: Mapping[str, Any]) -> Any:
         saved = {"train": saved}
     if split is None:
         return saved
-    name = split.partition("[")[0]
+    name = split.partition("[")[0]  # "train[:10%]" is a slice of "train"
     if name not in saved:
         raise DataError(f"{folder} has the splits {', '.join(saved)}: set split to one of them, not '{split}'.")
     rows = saved[name]
@@ -503,7 +515,10 @@ def without_waiting_for_the_hub() -> Iterator[None]:
 
 
 def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
-    """Return whether a connection to the Hub can be opened; True behind a proxy."""
+    """Return whether a connection to the Hub can be opened within some seconds.
+
+    True behind a proxy, because only the proxy can reach the Hub.
+    """
     if urllib.request.getproxies():
         return True
     address = urlsplit(endpoint)
@@ -515,7 +530,7 @@ def _hub_answers(endpoint: str, seconds: float = 5.0) -> bool:
     answers = threading.Event()
 
     def connect() -> None:
-        with suppress(OSError):
+        with suppress(OSError):  # no connection: the event is not set
             socket.create_connection((address.hostname or "", port), timeout=seconds).close()
             answers.set()
 

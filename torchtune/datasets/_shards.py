@@ -78,7 +78,7 @@ def merge_shards(output: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(first_manifest["datasets"]):
         records = {shard: manifest["datasets"][number] for shard, manifest in manifests.items()}
         fingerprint = Fingerprint.from_made_of(record["made_of"])
-        if fingerprint.text != record["fingerprint"]:
+        if fingerprint.text != record["fingerprint"]:  # only the digest of the code can differ
             raise DataError(
                 f"The shards in {output} were prepared with another version of torchtune or of a package that "
                 f"tokenizes than this one: join them with that version, or prepare all of them again, the first with "
@@ -118,7 +118,7 @@ def _copy_batches(
                 sums.append([facts["rows"], facts["crc"]])
                 if facts["rows"] == 0:  # the only batch of a shard without rows
                     continue
-                if copied_before > 0:
+                if copied_before > 0:  # read all the same, because its sum is part of the checksum
                     copied_before -= 1
                     continue
                 writer.write(batch, facts)
@@ -128,7 +128,13 @@ def _copy_batches(
 
 
 def _shards_in(output: Path) -> list[Shard]:
-    """Return all shards of the division in an output folder, whether they are there or not."""
+    """Return all shards of the division in an output folder, whether they are there or not.
+
+    The names of the folders (``<index>-of-<count>``) say how many there must be.
+
+    Raises:
+        DataError: there is no shard, or there are shards of two divisions.
+    """
     folder = output / SHARDS
     advice = f"prepare them with `{_command_with_placeholder(output)} --shard 0/<number>`."
     if not folder.is_dir():
@@ -166,12 +172,13 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
             manifests[shard] = read_json(path, DataError)
         except DataError:
             unreadable.append(shard)
-    # Any of them has the command that prepares the others.
+    # Any of them has the command that prepares the others; without any, the message names a placeholder.
     some_manifest: Mapping[str, Any] = next(iter(manifests.values()), {})
     if unreadable:
         raise _damaged(output, some_manifest, unreadable[0], f"its {_MANIFEST} cannot be read")
     if missing:
         fact = "is missing"
+        # A folder without a manifest: its preparation goes on, or was killed.
         if missing[0].folder(output).is_dir():
             fact = "is not finished"
         more_missing = ", ".join(str(shard) for shard in missing[1:6])
@@ -184,7 +191,7 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
             f"{_command(output, some_manifest, missing[0])}"
         )
     for shard, manifest in manifests.items():
-        if manifest.get("shard") != str(shard):
+        if manifest.get("shard") != str(shard):  # a folder that was renamed or copied
             raise DataError(
                 f"{shard.folder(output)} holds shard {manifest.get('shard')}, which is there twice: remove this folder "
                 f"and prepare its own shard with {_command(output, manifest, shard)}"
@@ -193,7 +200,10 @@ def _read_manifests(output: Path, shards: Sequence[Shard]) -> dict[Shard, dict[s
 
 
 def _check_agreement(output: Path, manifests: Mapping[Shard, Mapping[str, Any]]) -> None:
-    """Raise :class:`DataError` for a shard that was made with other settings than most of the shards."""
+    """Raise :class:`DataError` for a shard that was made with other settings than most of the shards.
+
+    The shards of the majority are taken for right, so that the fewest have to be prepared again.
+    """
     fingerprints = {}  # of all datasets of a shard
     for shard, manifest in manifests.items():
         fingerprints[shard] = tuple(record["fingerprint"] for record in manifest["datasets"])

@@ -73,7 +73,7 @@ def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
             columns = [store.digests() for store in rows.stores.values()]
         elif len(rows) <= _MOST_READ:
             columns = _read_digests(rows)
-        else:
+        else:  # reading them one by one would take too long
             return None
         digest = np.zeros(len(rows), np.uint64)
         with np.errstate(over="ignore"):  # digests are numbers modulo 2**64
@@ -85,7 +85,10 @@ def _digest_rows(dataset: ExampleDataset) -> np.ndarray | None:
 
 
 def _read_digests(dataset: ExampleDataset) -> list[np.ndarray]:
-    """Return the digests of the texts of each row, uint64 ``[rows]`` for each number of a text."""
+    """Return a column of digests for each number of a text: uint64 ``[rows]``, as stores of tokens have them.
+
+    A row with fewer texts than others has the digest of an empty text in the last columns.
+    """
     rows = []
     for index in range(len(dataset)):
         rows.append([tokens for _, tokens, _ in document_texts(dataset[index])])

@@ -103,7 +103,7 @@ class FileReader:
             path = self.paths[file_index]
             try:
                 size = os.path.getsize(path)
-                if size < self._sizes[file_index]:
+                if size < self._sizes[file_index]:  # a saved offset would no longer be the start of a record
                     refuse_shrunk(path, self._sizes[file_index], size)
                 file_rows, offset, lines_before = self._rows(file_index, offset, lines_before, count - len(rows))
             except OSError as error:
@@ -124,11 +124,14 @@ class FileReader:
         return rows, [order_index, offset, lines_before]
 
     def _rows(self, file_index: int, offset: int, lines_before: int, count: int) -> tuple[list[Row], int | None, int]:
-        """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it."""
+        """Return up to ``count`` rows of a file, the next offset (None at the end), and the lines before it.
+
+        ``offset`` counts unpacked bytes. Blank lines are not rows, but count as lines.
+        """
         path = self.paths[file_index]
         format = self._formats[file_index]
         if offset == 0:
-            offset, lines_before = format.start
+            offset, lines_before = format.start  # behind a header, if the format has one
         is_plain = packed_by(Path(path)) is None and not isinstance(format, JsonArray)
         end: int | None = None  # the end of an unpacked file is not known before
         if is_plain:  # a file that grows is read up to its first size
@@ -183,16 +186,17 @@ class HubReader:
         return self._source
 
     def window(self, position: Position, count: int, order: Sequence[int] | None) -> tuple[list[Row], Position]:
-        """See :meth:`FileReader.window`."""
+        """See :meth:`FileReader.window`; ``order`` is ignored, because the package orders the files."""
         state, rows_before = position or (None, 0)
         try:
+            # The open iterator goes on only where it stopped; a state has to read its file again up to there.
             if self._open is None or self._open[0] != position or position is None:
                 self._dataset.load_state_dict(_plain(state or self._beginning))
                 self._open = (position, iter(self._dataset))
             _, iterator = self._open
             contents = [without_added_nulls(content) for content in islice(iterator, count)]
             next_position = None
-            if len(contents) == count:
+            if len(contents) == count:  # fewer rows: the end
                 next_position = [_plain(self._dataset.state_dict()), rows_before + count]
         except Exception as error:  # remote readers raise errors of a dozen packages
             raise DataError(
@@ -264,7 +268,7 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | H
         raise DataError(f"split='{split}' is a part, which a stream cannot find: name a whole split.")
     path, kwargs = resolve_source(str(source), load_dataset_kwargs.copy())
     name = str(load_dataset_kwargs.get("data_files") or source)
-    if is_preview():
+    if is_preview():  # a preview counts rows, for which a stream would be read to its end
         raise NotRead(f"{name} is streamed: its rows are not counted (streaming=False shows them)")
     files = local_files(path, kwargs)
     if files is not None:
@@ -273,7 +277,7 @@ def open_reader(source: Any, **load_dataset_kwargs: Any) -> tuple[FileReader | H
             raise DataError(f"{name} has the splits {', '.join(files)}: set split to one of them, not '{split}'.")
         return FileReader(files[split]), name
     if path in ("parquet", "arrow"):
-        names = plain_files(kwargs)
+        names = plain_files(kwargs)  # None if a file is remote, or a setting needs the package
         if names is not None:
             return ArrowReader(matching(names)), name
     return HubReader(load(), name), name
@@ -422,7 +426,7 @@ class StreamedDataset(ExampleDataset):
         self._is_lazy = pack_length is None and filter_fn is None and not self._skips
         self.fingerprint = f"{self._reader.fingerprint()} in windows of {shuffle_buffer} rows, on_bad_row={on_bad_row}"
         self._ahead: Worker | None = None
-        self._begin(_BEGINNING, 0, False)
+        self._begin(_BEGINNING, 0, False)  # readable without `begin`, in the order of the source
 
     def limit_rows(self, longest: int) -> None:
         """See :meth:`torchtune.data.ExampleDataset.limit_rows`; rows that packs divide are cut instead."""
@@ -483,14 +487,14 @@ class StreamedDataset(ExampleDataset):
         """Return an example, ``tokens`` and ``labels``, or a pack, as map-style datasets do."""
         worker = self._worker()
         if worker is not None:
-            worker.drain()  # it does not wait for this process to read its answers
+            worker.drain()  # a full pipe would stop it before it has tokenized all that was requested
         if self._is_lazy:
             request = self._requested.pop(index, None)
             if request is None:  # no worker was asked for it in advance
                 request = self._request_example(index)
             row, answer = request
             tokens = answer()
-            self._leave_out([(row, reason) for _, reason in tokens.bad])
+            self._leave_out([(row, reason) for _, reason in tokens.bad])  # raises: a lazy stream skips no rows
             self._report_omitted([row], tokens.omitted)
             return TokenStore([tokens.batch]).lists(0)
         window, position = self._find(index)

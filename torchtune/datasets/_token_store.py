@@ -130,7 +130,8 @@ def digest_tokens(tokens: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     offsets = offsets.astype(np.int64)
     lengths = np.diff(offsets)
     longest = int(lengths.max(initial=0))
-    # SplitMix64 of the position, modulo 2**64 as all that follows.
+    # SplitMix64 of the position, modulo 2**64 as all that follows: the factors of two positions are unrelated, so that
+    # rows with the same tokens in another order have other digests.
     factors = np.arange(1, longest + 1, dtype=np.uint64)
     factors *= np.uint64(0x9E3779B97F4A7C15)
     factors ^= factors >> np.uint64(30)
@@ -215,6 +216,7 @@ class PreparedRows:
         self.omitted: Counter[str] = Counter()
         self._batches: list[pa.RecordBatch] = []
         numbers: list[int] = []
+        # Batches behind a damaged one are not read, so that RowWriter goes on there.
         for path in self.paths:
             for batch, facts in read_batches(path):
                 self._batches.append(batch)

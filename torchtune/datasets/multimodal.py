@@ -39,7 +39,8 @@ def image_dataset(
     dataset = SFTDataset(
         source=source, message_transform=message_transform, model_transform=model_transform, **settings
     )
-    if dataset.num_images == 0 and not is_preview():  # the first rows may be those without images
+    # A dataset of text alone would be trained without a word; the first rows, of a preview, may have no images.
+    if dataset.num_images == 0 and not is_preview():
         raise DataError(
             f"{dataset.source}: no row has an image: set column_map to the column of the images, or use a dataset of "
             "text."

@@ -241,15 +241,17 @@ class MultiHeadAttention(nn.Module):
         Args:
             out: outputs of causal attention ``[b, s, n, h]``.
             q: queries ``[b, s, n, h]``.
-            k: keys ``[b, s, n_kv, h]``.
-            v: values ``[b, s, n_kv, h]``.
+            k: keys ``[b, t, n_kv, h]``; the first s are those of the queries' positions.
+            v: values ``[b, t, n_kv, h]``.
             blocks: (start of the document, start, end) of each block, in positions of the flattened batch.
             dropout_p: dropout probability of attention weights.
         """
         window = self.window or q.shape[1]  # without a window, one as wide as the row
+        # A cache may have room for further positions, t > s, but blocks count those of the input.
+        num_positions = q.shape[1]
         q_flat = q.flatten(0, 1)  # [b * s, n, h]
-        k_flat = k.flatten(0, 1)  # [b * s, n_kv, h]
-        v_flat = v.flatten(0, 1)
+        k_flat = k[:, :num_positions].flatten(0, 1)  # [b * s, n_kv, h]
+        v_flat = v[:, :num_positions].flatten(0, 1)
         block_outputs = []
         block_positions = []
         for document_start, start, end in blocks:

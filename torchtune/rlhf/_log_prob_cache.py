@@ -158,7 +158,7 @@ def cache_reference(
         loaders: loaders of pairs; None stays None.
         loss: loss that scores documents.
         policy: the model to train, with its initial weights.
-        second: reference model from :func:`load_reference`.
+        second: reference model from :func:`load_reference`; None: the policy with its initial weights.
         dims: parallel dims; all ranks must call this function.
         folder: folder of the cache, with one file per dataset and model.
         epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
@@ -187,7 +187,7 @@ def cache_reference(
             parameters.append((name, parameter))
     model_fingerprint = None
     if not is_simulated():
-        create_folder(Path(folder), "reference_cache")
+        create_folder(Path(folder), "reference_cache")  # raises before the weights are read and rows are scored
         model_fingerprint = fingerprint_weights(parameters, dims)
 
     cached_loaders: list[BatchLoader | None] = []
@@ -215,6 +215,8 @@ def _cached_log_probs(
 ) -> np.ndarray:
     """Return the log-probs of the rows that a run visits, float32 ``[rows, 2]``; compute and write missing ones.
 
+    Rows that the run does not visit are NaN, unless another run has cached them. All ranks must call this function.
+
     Args:
         loader: loader of pairs.
         score: function of a batch that returns the log-probs of its documents ``[n]``.
@@ -240,21 +242,23 @@ def _cached_log_probs(
     # miss the same rows, because they run the same batches.
     log_probs = Ranks(CacheError).run_on_rank_0(lambda: _read_log_probs(path, len(data)))  # [rows, 2]
     visited = loader.visited_indices(epochs)
+    # NaN stands for a row that no run has computed.
     missing = visited[np.isnan(log_probs[visited]).any(axis=1)]
     if not len(missing):
         return log_probs
     log_rank_zero(get_logger(), f"Computing log-probs of the reference for {len(missing):,} rows, once: {path}")
     pairs_by_row: dict[int, list[float]] = {}  # [chosen, rejected], of the rows of this rank
     for batch in uncached_batches(loader, missing, loader.collate_fn, "Reference", dims):
-        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])
+        row_numbers, _ = batch.chosen_and_rejected(batch.per_document["row"])  # both answers of a pair have its row
         chosen, rejected = batch.chosen_and_rejected(score(batch).cpu().float())
         pairs = torch.stack([chosen, rejected], dim=1)  # [p, 2]
         pairs_by_row.update(zip(row_numbers.tolist(), pairs.tolist(), strict=True))
+    # Every rank gets all rows: its loader visits other rows in training than it computed here.
     for rank_pairs in dims.gather(pairs_by_row):
         for row, pair in rank_pairs.items():
             log_probs[row] = pair
     if dims.is_main:
-        checksum = str(zlib.crc32(log_probs.tobytes()))
+        checksum = str(zlib.crc32(log_probs.tobytes()))  # by which `_read_log_probs` finds a damaged file
         with atomic_write(path) as file:
             file.write(save({"log_probs": log_probs}, {"crc32": checksum}))
     return log_probs
@@ -314,9 +318,11 @@ def cache_teacher(
         raise TeacherError("teacher_cache: it keeps a teacher's likeliest tokens: set kd_loss.top_k, such as 64.")
     with torch.device("meta"):  # sizes only: the weights are not needed if all tokens are cached
         teacher_model = config.instantiate(cfg.teacher_model)
+    # Distributions are over the tokens that both models have.
     num_compared = min(len(teacher_model.tok_embeddings.weight), len(student.tok_embeddings.weight))
     check_top_k(top_k, num_compared)
-    description = getattr(teacher_model, "description", None)  # a user's model may lack it
+    description = getattr(teacher_model, "description", None)  # the architecture; a user's model may lack it
+    # Everything besides the data that the cached log-probs depend on.
     key = {
         "teacher": source.fingerprint,
         "teacher_model": zlib.crc32(repr(description).encode()),
@@ -327,7 +333,7 @@ def cache_teacher(
     }
 
     # All caches are opened before the teacher runs: a cache of another run is an error, at once and not hours later.
-    names = ("train", "val")
+    names = ("train", "val")  # subfolders; without validation data, the second loader is None or missing
     caches: dict[str, tuple[int, TeacherCache]] = {}  # with the first position
     num_positions = 0  # positions are unique: those of a cache begin where those of the cache before it end
     for name, loader in zip(names, loaders, strict=False):
@@ -336,7 +342,7 @@ def cache_teacher(
             caches[name] = (num_positions, cache)
             num_positions += int(cache.offsets[-1])
 
-    load_once = functools.cache(load)
+    load_once = functools.cache(load)  # at the first missing row; training and validation data share the teacher
 
     @torch.no_grad()
     def likeliest(batch: Batch) -> LikeliestTokens:
@@ -405,8 +411,12 @@ class CachedOutputs:
         self._temperature = temperature
 
     def select(self, index: Tensor, vocab_size: int) -> LikeliestTokens:
-        """Read some positions, int64 ``[n]``. Raises :class:`CacheError` if the batch does not match the cache."""
+        """Read the tokens at indices into the flattened batch, int64 ``[n]``.
+
+        Raises :class:`CacheError` if the batch does not match the cache.
+        """
         positions = self._positions.flatten()[index].cpu().numpy()  # [n]
+        # The cached log-probs are normalized over vocab_size tokens, and a position of -1 has none.
         if vocab_size != self.vocab_size or (positions < 0).any():
             raise CacheError("teacher_cache: a batch has labels or tokens that are not in it: set it to null.")
         # All rows of a batch are of one dataset, so its first position determines the cache. Without a position,
@@ -453,15 +463,16 @@ class TeacherCache:
         full_key = {**key, "data (rows, template, masks)": [self._num_rows, data.fingerprint]}
         self._key = json.loads(json.dumps(full_key))  # as it is read from the file: tuples are lists there
         self._files: tuple[np.ndarray, np.ndarray] | None = None  # tokens and log-probs, memory-mapped when read
-        if (folder / _KEY_FILE).exists():
+        if (folder / _KEY_FILE).exists():  # written last, so the other files are there
             self._check_key()
             self._read_rows()
             return
-        # A new cache: the labels of every row are counted, for the offsets.
+        # A new cache: the labels of every row are counted, for the offsets. The checksums of the rows show later
+        # whether the dataset still returns the same tokens.
         counts = np.zeros(self._num_rows, np.int64)
         self._row_checksums = np.zeros(self._num_rows, np.uint32)
         for row in tqdm(range(self._num_rows), desc="Counting labels", disable=None):
-            sign_of_life()
+            sign_of_life()  # the watchdog must not take this loop for a stall
             counts[row], self._row_checksums[row] = _count_and_checksum(data[row])
         self.offsets = np.concatenate([np.zeros(1, np.int64), counts.cumsum()])
         self._is_cached = np.zeros(self._num_rows, bool)
@@ -479,7 +490,7 @@ class TeacherCache:
             return
         changes = []
         for name in changed:
-            is_fingerprint = len(str(key[name])) >= 20  # which tells a reader nothing
+            is_fingerprint = len(str(key[name])) >= 20  # longer than a setting; a digest tells the user nothing
             if is_fingerprint:
                 changes.append(name)
             else:
@@ -504,6 +515,7 @@ class TeacherCache:
             raise CacheError(f"{path}: it cannot be read ({error}): delete {self.folder}.") from error
         ends = self.offsets[1:]
         num_positions = int(ends[self._is_cached].max(initial=0))  # up to the end of the last cached row
+        # The files may be longer: a run that was killed leaves values of rows that are not marked as cached.
         lacks_rows = len(self._is_cached) != self._num_rows
         lacks_tokens = tokens_size < _VALUE_BYTES * num_positions * self._k
         lacks_log_probs = log_probs_size < _VALUE_BYTES * num_positions * (self._k + 1)
@@ -523,6 +535,7 @@ class TeacherCache:
         """
         for row, example in zip(rows, examples, strict=True):
             count, checksum = _count_and_checksum(example)
+            # A filler batch has no labels: the loader removed them, so its checksum differs.
             if count and checksum != self._row_checksums[row]:
                 raise DataError(
                     f"teacher_cache: row {row} of the data is not what {self.folder} was filled from: delete the "
@@ -549,6 +562,9 @@ class TeacherCache:
 
         The function takes positions ``[n]`` with their tokens ``[n, k]`` and log-probs ``[n, k + 1]``. The rows become
         valid when the context ends, so a killed run computes them again.
+
+        Args:
+            rows: rows whose values are all written inside the context.
         """
         create_folder(self.folder, "teacher_cache")
         tokens_path = self.folder / _TOKENS_FILE
@@ -570,8 +586,8 @@ class TeacherCache:
             except OSError as error:
                 raise CacheError(f"{self.folder}: it cannot be written to ({error}).") from error
 
-            self._files = None  # they are longer now
-            for row in rows:
+            self._files = None  # the maps of the files end before the new values
+            for row in rows:  # read back from the files
                 self._value_checksums[row] = self._checksum_of(row)
             self._is_cached[rows] = True
             # After the values: a row that is marked as cached is complete.
@@ -583,6 +599,7 @@ class TeacherCache:
                     known=self._is_cached,
                     contents=self._value_checksums,
                 )
+            # Last: a folder without a key counts as a new cache, whatever a killed run has left in it.
             write_json(self.folder / _KEY_FILE, self._key)
 
     def reload(self) -> None:
@@ -642,6 +659,7 @@ def fill_and_use_cache(
         epochs: number of epochs of the run; rows that are not visited in these epochs are skipped.
         dims: parallel dims; all ranks must call this function.
     """
+    # Positions are matched with all labels of a batch, so the batch is split over context-parallel ranks afterward.
     collate = ParallelDims.unsharded_collate(loader.collate_fn)
 
     def with_positions(numbered_examples: list[Any]) -> Batch:
@@ -660,7 +678,7 @@ def fill_and_use_cache(
         is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
         positions = torch.full_like(batch.labels, -1)
         num_labels = int(is_labeled.sum())
-        if num_labels:
+        if num_labels:  # none in a filler batch, whose labels the loader removed, although its rows have values
             # The labels of a batch are in the order of its rows, and so are the values of a row in the cache.
             row_positions = []
             for row in rows:
@@ -710,7 +728,7 @@ def _check_common_folder(folder: Path) -> None:
     while not mark.exists() and time.monotonic() < deadline:
         sign_of_life()
         time.sleep(0.1)
-    is_missing = ranks.any(not mark.exists())
+    is_missing = ranks.any(not mark.exists())  # every rank has looked, so the mark can be deleted
     if ranks.rank == 0:
         mark.unlink(missing_ok=True)
     if is_missing:
@@ -738,7 +756,7 @@ def _compute_missing(
     with writing as write:
         for batch in uncached_batches(loader, rows, collate, "Teacher", dims):
             is_labeled = batch.labels != CROSS_ENTROPY_IGNORE_IDX
-            positions = batch.per_token[CACHE_POSITIONS][is_labeled].numpy() - first_position  # [n]
+            positions = batch.per_token[CACHE_POSITIONS][is_labeled].numpy() - first_position  # [n], in this cache
             tokens, log_probs = likeliest(batch).arrays()
             local_values = (
                 positions,

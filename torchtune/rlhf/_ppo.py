@@ -72,13 +72,13 @@ def evaluate_rollouts(
     *,
     dims: ParallelDims,
 ) -> AnswerTokens:
-    """Run the reference and the value model on answers, in evaluation mode.
+    """Run the reference and the value model on answers, in evaluation mode, without dropout.
 
     Args:
         scored: ``n`` answers with log-probs; answers to blank prompts are masked.
         reference: the frozen reference.
         value: the trained value model.
-        temperature: sampling temperature.
+        temperature: sampling temperature; log-probs of the reference are at the same one, as log-ratios require.
         batch_size: number of answers per forward pass; None runs all answers in one pass.
         dims: parallel dims of the sharded models; all ranks must call this function.
     """
@@ -104,7 +104,7 @@ def evaluate_rollouts(
         if prompt.is_blank:  # masked altogether
             length = 0
         answer_lengths.append(length)
-    # Chunks after the last rollout are fillers, for ranks with fewer rollouts than others.
+    # Values after the last rollout are of filler chunks, which ranks with fewer rollouts than others run.
     padded_values = pad_sequence(values[: len(rollouts)], batch_first=True)  # [n, r]
     positions = torch.arange(padded_values.shape[1])
     return AnswerTokens(
@@ -158,7 +158,7 @@ def ppo_advantages(
         dims: parallel dims; all ranks must call this function, which computes means and variances over all ranks.
     """
     # Whitening and the metrics are over the answers of all ranks: [n, r] now has the rows of every rank.
-    local_rows = {**tokens._asdict(), "scores": scored.rewards[:, 0]}
+    local_rows = {**tokens._asdict(), "scores": scored.rewards[:, 0]}  # one answer per prompt
     rows, start = _gather_rows(local_rows, dims)
     mask = rows["mask"]
     values = rows["values"]
@@ -172,6 +172,7 @@ def ppo_advantages(
     if whiten_rewards:
         rewards = whiten(rewards, mask)
     rewards = rewards.masked_fill(~mask, 0.0)
+    # Advantages are centered, as a policy gradient requires; `whiten` above keeps the mean of the rewards.
     advantages, returns = estimate_advantages(values, rewards, gamma, lmbda, mask, shift_mean=False)
     returns = returns.masked_fill(~mask, 0.0)
 
@@ -191,6 +192,8 @@ def ppo_advantages(
         metrics[name] = (float(quantity[answered].sum()), len(answered))
     # The counts of all ranks add up to 1, so this is a sum over the step, not a mean.
     metrics["num_stop_tokens"] = (float(num_stops), 1 / dims.data_size)
+    # Over the answers of all ranks, so every rank logs the same value with the count 1. Without variance, it is
+    # undefined.
     variance = returns[mask].var(correction=0)
     if variance > 0:
         unexplained = (returns - values)[mask].var(correction=0) / variance
@@ -255,7 +258,7 @@ def ppo_updates(
     answered = np.flatnonzero(tokens.mask.any(1).numpy())  # indices of the answers with tokens
     most_answers = dims.max(len(answered))  # of any rank: all ranks take the same number of steps
     if batch_size is None:
-        batch_size = max(most_answers, 1)
+        batch_size = max(most_answers, 1)  # the step of `range` must not be 0
     # The loss notes the policy's distance from its samples at the first step, before it changed.
     is_first_step = True
     for epoch in range(epochs):
@@ -270,7 +273,7 @@ def ppo_updates(
                     batches.append(_collate_answers(indices, scored, tokens, advantages))
             # Forward and backward passes of sharded models are collectives, so no rank may have fewer of them.
             for _ in range(dims.max(len(batches)) - len(batches)):
-                prompt_start = scored.rollouts[0].tokens[:1].tolist()
+                prompt_start = scored.rollouts[0].tokens[:1].tolist()  # any token: a filler has no labels
                 batches.append(blank_batch(prompt_start, entries=("advantages", "returns", "values")))
             if is_first_step:
                 for batch in batches:
@@ -337,8 +340,9 @@ def check_ppo_models(models: Mapping[str, nn.Module], checkpointer: Any, tokeniz
     policy_vocab_size = len(models["policy"].tok_embeddings.weight)
     policy_folder = Path(checkpointer.source("policy").checkpoint_dir)
     for name, model in models.items():
-        if name in ("value", "reward"):  # they have no rows for tokens of the config, and are not trained on them
-            folder = Path(checkpointer.store.source(name).checkpoint_dir)
+        # Only the policy and the reference get rows for tokens that the config adds: the others must know them.
+        if name in ("value", "reward"):
+            folder = Path(checkpointer.source(name).checkpoint_dir)
             check_new_tokens(tokenizer, folder, _SETTING[name], f"{name} model")
         vocab_size = len(model.tok_embeddings.weight)
         if vocab_size != policy_vocab_size or vocab_size < tokenizer.vocab_size:
@@ -358,6 +362,7 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
     ppo_batch_size = settings.ppo_batch_size or batch_size
     if ppo_batch_size > batch_size:
         yield "ppo_batch_size", f"is {ppo_batch_size}, but a step has batch_size={batch_size} answers: lower it"
+    # Micro-batches have equally many answers, in an optimizer step and in the step's plan, see `StepPlan.of`.
     accumulation_steps = settings.gradient_accumulation_steps
     if ppo_batch_size % accumulation_steps:
         error = f"is {accumulation_steps}, which must divide ppo_batch_size={ppo_batch_size}"
@@ -367,7 +372,7 @@ def check_ppo_settings(settings: Any) -> Iterator[tuple[str, str]]:
         yield "gradient_accumulation_steps", error
     if settings.min_response_length is not None and settings.min_response_length > settings.max_generated_tokens:
         yield "min_response_length", "is above max_generated_tokens, so that every answer is penalized: lower it"
-    if settings.num_steps is None:
+    if settings.num_steps is None:  # epochs or max_steps say how long the run is
         return
     if settings.num_steps < batch_size:
         yield "num_steps", f"counts answers, and one step has batch_size={batch_size}: raise it"

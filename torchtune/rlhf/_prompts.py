@@ -100,8 +100,9 @@ def collate_prompts(batch: Sequence[Mapping[str, Any]]) -> Batch:
                 "torchtune.datasets.prompt_dataset."
             )
         tokens = example["tokens"]
+        # The labels of a prompt are its tokens, for the loader to count and to ignore in a filler. `collate_documents`
+        # refuses labels that are not shifted, so they join the batch below.
         prompt_labels = torch.as_tensor(example["labels"])  # [s]
-        # collate_documents refuses labels that are not shifted; a prompt's labels are its tokens, so they join below.
         documents.append({"tokens": tokens, "labels": [CROSS_ENTROPY_IGNORE_IDX] * len(tokens)})
         labels.append(prompt_labels)
         images = {}
@@ -170,10 +171,10 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
         dataset: dataset of prompts; not checked if their lengths are unknown.
         sampler: sampler with ``max_new_tokens``.
         model: the trained model. Its input is all tokens except the last.
-        closing: number of tokens appended to the answer.
+        closing: number of tokens appended to the answer, as a reward model needs them (:class:`RewardModel`).
     """
     dataset = as_example_dataset(dataset)
-    if dataset.num_images and not getattr(sampler, "takes_images", False):
+    if dataset.num_images and not getattr(sampler, "takes_images", False):  # a user's sampler may lack it
         raise RolloutError(
             f"dataset: its prompts have images, but a {type(sampler).__name__} takes text only: set sampler to "
             "torchtune.rlhf.LocalSampler."
@@ -182,7 +183,7 @@ def check_prompts(dataset: Any, sampler: Any, model: nn.Module, closing: int = 0
     if lengths is None:
         return
     row = int(lengths.argmax())
-    new_tokens = getattr(sampler, "max_new_tokens", 1)
+    new_tokens = getattr(sampler, "max_new_tokens", 1)  # a sampler without a limit samples at least one
     # The last token of an answer is only a label, so the model's input is one token shorter.
     input_length = lengths[row] + new_tokens - 1 + closing
     if input_length > model.max_seq_len:

@@ -86,6 +86,7 @@ class Reference:
         is_policy_at_start = loss.needs_reference and second is None
         # Dropout makes the first scores of the policy differ from those of the reference.
         has_dropout = any(isinstance(module, nn.Dropout) and module.p > 0 for module in policy.modules())
+        # Neither are they equal in a resumed run, whose policy has been trained.
         self._should_check_start = fresh and is_policy_at_start and not has_dropout
         # Trained parameters with their initial values; None if disabling the adapters gives the reference.
         self._initial_weights: list[tuple[nn.Parameter, Tensor]] | None = None
@@ -102,12 +103,13 @@ class Reference:
             return ReferenceScores()
         if self._cached:
             return ReferenceScores(batch.per_document["reference"])
-        mismatched = self._loss.mismatched_batch(batch)
+        mismatched = self._loss.mismatched_batch(batch)  # None for all losses without a baseline
         with self._reference_weights() as model:
             log_probs = score_documents(self._loss, model, batch, self._dims)
             if mismatched is None:
                 return ReferenceScores(log_probs)
             mismatched_log_probs = score_documents(self._loss, model, mismatched, self._dims)
+        # After the block, in which the policy may have the weights of the reference. Also without dropout.
         with evaluating(self._policy):
             policy_log_probs = score_documents(self._loss, self._policy, mismatched, self._dims)
         log_ratios = policy_log_probs - mismatched_log_probs  # [n]
@@ -210,14 +212,15 @@ def load_reference(
     policy_source = checkpointer.source("policy")
     reference_folder = Path(reference_source.checkpoint_dir)
     check_same_tokenizer(reference_folder, Path(policy_source.checkpoint_dir), "ref_checkpointer")
-    is_teacher = not getattr(loss, "needs_rewards", True)  # on-policy distillation
+    # On-policy distillation: its loss takes no rewards. Losses of pairs lack the attribute.
+    is_teacher = not getattr(loss, "needs_rewards", True)
     if is_teacher:
         check_new_tokens(tokenizer, reference_folder, "ref_checkpointer", "teacher")
         warn_if_same_weights(reference_source, policy_source, "ref_checkpointer")
     reference = load("reference").requires_grad_(False).eval()
     reference_vocab_size = reference.tok_embeddings.weight.shape[0]
     policy_vocab_size = policy.tok_embeddings.weight.shape[0]
-    if reference_vocab_size < policy_vocab_size:
+    if reference_vocab_size < policy_vocab_size:  # it would lack tokens of the data; padding may make it larger
         raise ReferenceError(
             f"ref_checkpointer: the reference has a vocabulary of {reference_vocab_size:,} tokens and the model one of "
             f"{policy_vocab_size:,}: take a reference with the same tokenizer."
@@ -267,7 +270,7 @@ def score_documents(loss: AnswerLoss, model: nn.Module, batch: Batch, dims: Para
 
 
 def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
-    """Return whether only adapters are trained and their outputs are 0."""
+    """Return whether only adapters are trained and their outputs are 0, as at the start of LoRA. A collective."""
     # Trained parameters whose effect remains with disabled adapters: those of the adapters are removed below.
     other_trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     changes_outputs = False
@@ -283,6 +286,6 @@ def equals_base(model: nn.Module, dims: ParallelDims) -> bool:
             changes_outputs = True
             continue
         if isinstance(weight, DTensor):
-            weight = weight.to_local()
+            weight = weight.to_local()  # this rank's shard; `dims.any` adds those of the others
         changes_outputs = changes_outputs or bool(weight.detach().any())
     return not dims.any(changes_outputs or bool(other_trained))

@@ -61,7 +61,8 @@ class RewardModel:
         self.model = model.requires_grad_(False).eval()
         self._batch_size = batch_size
         self._stop_tokens = set(tokenizer.stop_tokens)
-        # What the chat template adds after the last stop token of a conversation that ends with an answer.
+        # What the chat template adds after the last stop token of a conversation that ends with an answer. Earlier
+        # stop tokens may end the user's turn, so the loop overwrites what follows them.
         messages = [Message(role="user", content="a"), Message(role="assistant", content="b")]
         conversation = [int(token) for token in tokenizer({"messages": messages})["tokens"]]
         self.closing: list[int] = []
@@ -83,8 +84,9 @@ class RewardModel:
             documents = []
             for rollout in chunk:
                 tokens = rollout.tokens
-                if int(tokens[-1]) in self._stop_tokens:
+                if int(tokens[-1]) in self._stop_tokens:  # an unfinished answer is scored at its last token
                     tokens = torch.cat([tokens, closing_tokens])
+                # `collate_documents` needs labels, which the score does not read.
                 documents.append({"tokens": tokens, "labels": torch.full_like(tokens, CROSS_ENTROPY_IGNORE_IDX)})
             batch = collate_documents(documents).to(device)
             hidden = self.model(**batch.model_inputs(), output="hidden")  # [1, s, d]
@@ -108,7 +110,7 @@ class RewardModel:
             self._num_penalized += 1
         else:
             self._num_penalized = 0
-        if self._num_penalized in (1, 10, 100):
+        if self._num_penalized in (1, 10, 100):  # not at every call
             # An answer may be both.
             reasons = []
             remedies = []
@@ -142,7 +144,7 @@ def judge_rollouts(
     Raises:
         RolloutError: a score is not finite.
     """
-    scores = reward_model(rollouts)
+    scores = reward_model(rollouts)  # checked before penalties replace some of them
     damaged = ~scores.isfinite()
     if damaged.any():
         index = int(damaged.nonzero()[0])

@@ -70,7 +70,7 @@ class Rollout:
             raise RolloutError(
                 f"A sampler gave an answer of {answer_len} tokens log-probs of shape {list(log_probs.shape)}."
             )
-        is_log_prob = log_probs.isfinite() & (log_probs <= MOST_LOG_PROB)
+        is_log_prob = log_probs.isfinite() & (log_probs <= MOST_LOG_PROB)  # with a tolerance for rounding
         if not is_log_prob.all():
             raise RolloutError(
                 f"A sampler gave the log-prob {log_probs[~is_log_prob][0].item():g} to a token, but a log-prob is a "
@@ -190,7 +190,7 @@ def collate_rollouts(
         num_unlabeled = rollout.prompt_len - 1
         answer = rollout.tokens[rollout.prompt_len :]
         labels = answer
-        if rollout.mask is not None:
+        if rollout.mask is not None:  # replies of an environment are not trained on
             labels = answer.masked_fill(~rollout.mask, CROSS_ENTROPY_IGNORE_IDX)
         labels = torch.cat([torch.full((num_unlabeled,), CROSS_ENTROPY_IGNORE_IDX), labels])  # [s - 1]
         documents.append({"tokens": rollout.tokens[:-1], "labels": labels, **rollout.images})
@@ -208,7 +208,7 @@ def collate_rollouts(
             for rollout, values in zip(rollouts, answer_values, strict=True):
                 padded.append(_pad_left(values.float(), rollout.prompt_len - 1))
             entries[name] = torch.cat(padded)[None]
-    label_counts = torch.tensor([rollout.num_sampled for rollout in rollouts])
+    label_counts = torch.tensor([rollout.num_sampled for rollout in rollouts])  # replies have no labels
     batch = replace(
         collate_documents(documents),
         per_token=entries,
@@ -290,9 +290,9 @@ def _plan_batches(rollouts: Sequence[Rollout], tokens_per_batch: int, share_pref
     for index, rollout in enumerate(rollouts):
         prompt = prompt_numbers[index]
         length = len(rollout.tokens) - 1  # the last token is only a label
-        num_shared = 0  # tokens that a batch with the same prompt already has
+        num_shared = 0  # tokens that a batch with the same prompt already has, as `share_prefixes` counts them
         if share_prefix and rollout.prompt_len > MIN_SHARED:
-            num_shared = rollout.prompt_len - 1
+            num_shared = rollout.prompt_len - 1  # the last token of a prompt has the label of its answer
         num_added = length
         if prompt in prompts:
             num_added = length - num_shared
@@ -300,7 +300,7 @@ def _plan_batches(rollouts: Sequence[Rollout], tokens_per_batch: int, share_pref
             plan.append([])
             num_free = tokens_per_batch
             prompts = set()
-            num_added = length
+            num_added = length  # a new micro-batch has no prompt to share
         plan[-1].append(index)
         num_free -= num_added
         prompts.add(prompt)

@@ -290,6 +290,7 @@ class ServerSampler:
         self._ranks = Ranks(RolloutError)
         self._ranks.run_on_rank_0(check_servers)
 
+        # Of this run alone, because it is deleted at the end, and vLLM keeps adapters by the name of their folder.
         weights_folder = self._ranks.broadcast(Path(folder).resolve() / f"weights-{uuid.uuid4().hex[:12]}")
         self._store = CheckpointStore(
             {"policy": {"checkpoint_dir": checkpoint_dir}}, weights_folder, keep_last_n_checkpoints=1
@@ -297,16 +298,17 @@ class ServerSampler:
         # Every server notes how it has to be started for these contents, which are the same for all.
         contents = [endpoint.contents(model) for endpoint in self._servers]
         self._contents = contents[0]
+        # Weights are saved for the servers, without the training state of a checkpoint.
         self._store.check_contents(model, contents=self._contents, resumable=False)
         if self._ranks.rank == 0:
             finalize(self, shutil.rmtree, weights_folder, ignore_errors=True)
-        self._loaded_fingerprint: list[int] | None = None
+        self._loaded_fingerprint: list[int] | None = None  # of the weights on the servers; None: not sent yet
         self._num_saves = 0
-        self._has_dropped = False
+        self._has_dropped = False  # whether dropped answers have been logged
         self._lock = threading.Lock()  # one request at a time waits for a server that restarts
         self._is_distribution_checked = max_difference is None
         self._lost: set[str] = set()  # URLs of servers that failed to reply since the last weights
-        self._send_weights()
+        self._send_weights()  # a server that cannot load them ends the run here
 
     def _send_weights(self) -> None:
         """Save the weights if they have changed, and let the servers load them."""
@@ -325,7 +327,11 @@ class ServerSampler:
         self._loaded_fingerprint = fingerprint
 
     def _load_weights(self, previous: Path | None) -> tuple[str | None, set[str]]:
-        """Let all servers load the weights concurrently; return the model's name and the servers that do not reply."""
+        """Let all servers load the weights concurrently; return the model's name and the servers that do not reply.
+
+        Args:
+            previous: folder of the weights to unload; None before training.
+        """
 
         def load(server: Server) -> None:
             # A server that was lost has restarted, and has no previous weights.
@@ -339,8 +345,8 @@ class ServerSampler:
                 self._lose(server, error)
 
         with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(load, self._servers))
-        if len(self._lost) == len(self._servers):
+            list(pool.map(load, self._servers))  # `list` raises the error of a call
+        if len(self._lost) == len(self._servers):  # without any server, the run waits for one
             self._wait_for(self._servers[0])
         reached = [server for server in self._servers if server.url not in self._lost]
         return reached[0].model_name, self._lost
@@ -384,7 +390,7 @@ class ServerSampler:
         """Sample answers, see :class:`Sampler <torchtune.rlhf.Sampler>`; without seeds, decoding is greedy."""
         self._send_weights()
         rollouts: list[Rollout] = []
-        num_requests = sum(server.requests for server in self._servers)
+        num_requests = sum(server.requests for server in self._servers)  # as many as the servers take at a time
         with self._ranks.raise_on_all(), ThreadPoolExecutor(num_requests) as pool:
             futures = []
             for i, prompt in enumerate(prompts):
@@ -409,11 +415,12 @@ class ServerSampler:
         if self.gives_log_probs and self.max_difference is not None:
             compared = []
             num_compared = min(num_samples, _NUM_COMPARED)
-            for group in range(min(len(self._servers), len(prompts))):  # a prompt of each server
+            # Prompts are dealt out in the order of the servers: the first ones are a prompt of each.
+            for group in range(min(len(self._servers), len(prompts))):
                 first = group * num_samples
                 compared += rollouts[first : first + num_compared]
             self._check_log_probs(compared)
-        if not self._is_distribution_checked:
+        if not self._is_distribution_checked:  # once, because it takes a forward pass per answer
             self._is_distribution_checked = True
             self._check_distribution(rollouts)
         return rollouts

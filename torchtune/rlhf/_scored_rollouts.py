@@ -58,9 +58,9 @@ class ScoredRollouts:
         metrics = {"rewards/total": _sum_and_count([totals[i] for i in answered])}
         for name, values in self.parts.items():
             metrics[f"rewards/{name}"] = _sum_and_count([values[i] for i in answered])
-        num_scored = metrics["rewards/total"][1]
+        num_scored = metrics["rewards/total"][1]  # answers whose reward is not NaN
 
-        if num_samples > 1:
+        if num_samples > 1:  # a single answer, as in PPO, is not compared
             groups = [i for i, prompt in enumerate(self.prompts) if not prompt.is_blank]
             without_variance = ~has_variance(self.rewards)[groups]
             metrics["groups/without_variance"] = (float(without_variance.sum()), len(groups))
@@ -124,7 +124,7 @@ class ScoredRollouts:
             sample_advantages,
             tokens_per_batch=tokens_per_batch,
             dims=dims,
-            blank=self.prompts[0].tokens,
+            blank=self.prompts[0].tokens,  # any prompt: a filler has no labels
             count_documents=loss.normalize != "tokens",
             share_prefix=share_prefix,
         )
@@ -161,7 +161,7 @@ def score_rollouts(
 
     Empty answers, answers to blank prompts and invalid episodes get no reward.
     """
-    num_samples = len(rollouts) // max(len(prompts), 1)
+    num_samples = len(rollouts) // max(len(prompts), 1)  # answers per prompt, 0 without prompts
     texts = texts_of(rollouts, tokenizer)
     scored = []  # indices of the answers that get a reward
     for i, rollout in enumerate(rollouts):
@@ -170,6 +170,7 @@ def score_rollouts(
             scored.append(i)
 
     scored_prompts = [prompts[i // num_samples] for i in scored]
+    # Also without answers to score: all ranks must log the same names.
     scores = rewards(
         [prompt.row for prompt in scored_prompts],
         [texts[i] for i in scored],
@@ -226,7 +227,8 @@ class GroupAdvantages:
 
         Args:
             rewards: ``[n, g]``, n prompts with g answers each; NaN rewards are ignored.
-            dims: parallel dims; ``scale: batch`` uses the standard deviation over all ranks.
+            dims: parallel dims; ``scale: batch`` uses the standard deviation over all ranks, a collective. None: one
+                process.
 
         Returns:
             ``[n, g]`` in the dtype of the rewards; 0 in groups without variance, NaN for NaN rewards.
@@ -386,7 +388,7 @@ class RolloutRecord:
         """Yield the record of every answer, in the order of the prompts."""
         num_samples = advantages.shape[1]
         for i, rollout in enumerate(scored.rollouts):
-            group, sample = divmod(i, num_samples)
+            group, answer_number = divmod(i, num_samples)
             prompt = scored.prompts[group]
             if prompt.is_blank:  # fills the batch of a rank with fewer prompts
                 continue
@@ -399,12 +401,12 @@ class RolloutRecord:
             line = {
                 "step": step,
                 "row": prompt.number,
-                "sample": sample,
+                "sample": answer_number,
                 "prompt": self._tokenizer.decode(prompt_tokens),
                 "answer": scored.texts[i],
-                "reward": _json_number(scored.rewards[group, sample].item()),
+                "reward": _json_number(scored.rewards[group, answer_number].item()),
                 "rewards": rewards,
-                "advantage": _json_number(advantages[group, sample].item()),
+                "advantage": _json_number(advantages[group, answer_number].item()),
                 "tokens": num_sampled_tokens(rollout),
                 "finished": rollout.finished,
             }
@@ -465,7 +467,7 @@ def _truncate_record(path: Path, step: int) -> None:
                     f"{path}: line {number} is not an answer of a step: the run would append to this file, so move it "
                     "away."
                 ) from error
-            if is_repeated:
+            if is_repeated:  # and so are all later lines, which are in the order of the steps
                 break
             num_bytes += len(line)
         file.truncate(num_bytes)
@@ -487,7 +489,7 @@ def _format_table(step: int, lines: list[dict[str, Any]], most: int = 4) -> str:
     table = [f"{'reward':>8}  {'advantage':>9}  {'tokens':>6}  answer (row)"]
     for line in ordered:
         text = _printable(line["answer"])
-        if len(text) > 100:
+        if len(text) > 100:  # a row of the table stays about one line of the terminal
             text = text[:97] + "…"
         reward = _format_number(line["reward"])
         advantage = _format_number(line["advantage"])

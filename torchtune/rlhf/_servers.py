@@ -63,7 +63,7 @@ def post_json(
     data = None if body is None else json.dumps(body).encode()
     deadline = time.monotonic() + timeout
     try:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://")):  # urllib also opens files
             raise ValueError(url)
         request = urllib.request.Request(url, data, headers)
     except ValueError as error:
@@ -72,7 +72,8 @@ def post_json(
         with _opener().open(request, timeout=timeout) as reply:
             text = _read_body(reply, url, deadline, most_bytes)
     except urllib.error.HTTPError as error:
-        # A server that restarts is not ready yet, or does not yet have the requested model.
+        # A server that restarts is not ready yet, or does not yet have the requested model: callers may ask another
+        # one, or wait.
         lacks_model = error.code == 404 and url.endswith("/completions")
         is_restarting = error.code in (502, 503) or lacks_model
         error_class = NoReplyError if is_restarting else RolloutError
@@ -203,7 +204,8 @@ class Server(ABC):
     def _request_completions(self, body: dict[str, Any], prompt: Sequence[int], num_samples: int) -> dict[str, Any]:
         """Send a request and return the reply; check that it has the right model and ``num_samples`` choices."""
         url = f"{self.url}/completions"
-        # Some servers repeat the prompt in every answer.
+        # More bytes than any correct reply has, so that a wrong server cannot fill the memory. Some servers repeat the
+        # prompt in every answer.
         answer_bytes = _TOKEN_BYTES * self.settings.max_new_tokens + _PROMPT_TOKEN_BYTES * len(prompt)
         most_bytes = _REPLY_BYTES + num_samples * answer_bytes
         reply = post_json(url, body, timeout=self.settings.timeout, most_bytes=most_bytes)
@@ -327,9 +329,9 @@ class VLLMServer(Server):
             "prompt": list(prompt),
             "n": num_samples,
             "max_tokens": self.settings.max_new_tokens,
-            "temperature": 0.0,
+            "temperature": 0.0,  # greedy, unless there is a seed
             "stop_token_ids": self.settings.stop_tokens,
-            "logprobs": 1,
+            "logprobs": 1,  # as `token_logprobs`, of the sampled tokens
             "return_token_ids": True,
             # These override the model's generation_config.json, which would truncate the distribution.
             "top_p": 1.0,
@@ -339,9 +341,9 @@ class VLLMServer(Server):
         }
         if seed is not None:
             body["temperature"] = self.settings.temperature
-            body["seed"] = seed & _MOST_SEED
+            body["seed"] = seed & _MOST_SEED  # seeds of servers are signed
         choices = self._request_completions(body, prompt, num_samples)["choices"]
-        choice_of_answer = {}  # by the number of the answer
+        choice_of_answer = {}  # by the number of the answer; choices may come in any order
         for position, choice in enumerate(choices):
             number = choice.get("index", position)
             if type(number) is int:  # not bool, not a list, which a dict cannot have as a key
@@ -363,15 +365,17 @@ class VLLMServer(Server):
         self._check_count(len(tokens))
         vocab_size = self.settings.vocab_size
         for token in tokens:
+            # Not `isinstance`: True is no token id.
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise RolloutError(
                     f"{self.url} reads or writes other tokens than this model ({_format_value(token)} is not a token "
                     f"id below {vocab_size}): it serves another one."
                 )
-        prompt_tokens = choice.get("prompt_token_ids")
+        prompt_tokens = choice.get("prompt_token_ids")  # optional in a reply
         if prompt_tokens is not None and prompt_tokens != list(prompt):
             raise RolloutError(f"{self.url} reads or writes other tokens than this model: it serves another one.")
         for value in log_probs:
+            # vLLM writes -9999 for minus infinity, the log-prob of a token that cannot be sampled.
             if type(value) not in (int, float) or not _LEAST_LOG_PROB < value <= MOST_LOG_PROB:
                 raise RolloutError(
                     f"{self.url} gave a token the log-prob {_format_value(value)}, which is not a number from "
@@ -448,6 +452,7 @@ class TransformersServer(Server):
 
     def _sample_answer(self, prompt: Sequence[int], seed: int | None, number: int) -> Rollout:
         """Sample the answer with this number to a prompt, by a request of its own."""
+        # The server takes texts: a prompt that is decoded here and encoded there must give the same tokens.
         text_tokens = list(prompt)
         num_bos = len(self._bos_tokens)
         if text_tokens[:num_bos] == self._bos_tokens:  # the server adds them
@@ -460,7 +465,7 @@ class TransformersServer(Server):
                 del generation_config[name]
         body = {"model": self.model_name, "prompt": text, "generation_config": json.dumps(generation_config)}
         if seed is not None:
-            body["seed"] = (seed + number) & _MOST_SEED
+            body["seed"] = (seed + number) & _MOST_SEED  # a request has one answer, so that answers need own seeds
         reply = self._request_completions(body, prompt, 1)
         # The numbers of tokens show whether the text became the same tokens on the server.
         usage = _as_dict(reply.get("usage"))
@@ -488,7 +493,8 @@ class TransformersServer(Server):
         # nothing tells the two cases apart: such an answer is dropped.
         is_finished = len(tokens) + 1 == num_sampled and not is_at_limit
         is_truncated = len(tokens) == num_sampled and is_at_limit
-        # U+FFFD stands for a part of a character, so its tokens are unknown.
+        # U+FFFD stands for a part of a character, so its tokens are unknown. Callers recognize a dropped answer by its
+        # length, 0.
         is_dropped = "\ufffd" in text or not (is_finished or is_truncated)
         if is_dropped:
             tokens = []
@@ -497,7 +503,7 @@ class TransformersServer(Server):
         return Rollout(
             tokens=torch.tensor([*prompt, *tokens], dtype=torch.int64),
             prompt_len=len(prompt),
-            log_probs=None,
+            log_probs=None,  # the trainer computes them
             finished=is_finished and not is_dropped,
         )
 

@@ -80,11 +80,12 @@ def load_teacher(
             "take a teacher that knows all tokens of the data."
         )
     num_outputs = len(teacher.output.weight)
-    if num_outputs < teacher_vocab_size:
+    if num_outputs < teacher_vocab_size:  # the output of a classifier or of a reward model
         raise TeacherError(
             f"teacher_model: a teacher predicts tokens, and this one ends in {num_outputs} output(s): take a language "
             "model, or the builder without 'classifier' or 'reward'."
         )
+    # Models pad their vocabularies differently, so another size is no error.
     num_compared = min(teacher_vocab_size, student_vocab_size)
     if teacher_vocab_size != student_vocab_size:
         log_rank_zero(
@@ -176,10 +177,12 @@ def check_same_tokenizer(teacher: Path, student: Path, setting: str = "teacher_c
         message = f"No tokenizer file is in both {teacher} and {student}: make sure that the two have one tokenizer."
         log_rank_zero(get_logger(), message)
         return
+    # One kind of file in both folders, because different kinds write the same tokens differently.
     teacher_file = teacher / in_both[0]
     student_file = student / in_both[0]
     teacher_tokens = _read_vocabulary(teacher_file)
     student_tokens = _read_vocabulary(student_file)
+    # Ids that only one of them has are of added tokens or of a longer vocabulary.
     for token_id in sorted(teacher_tokens.keys() & student_tokens.keys()):
         if teacher_tokens[token_id] != student_tokens[token_id]:
             raise TeacherError(

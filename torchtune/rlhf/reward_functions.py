@@ -217,7 +217,7 @@ class JSONFields(_ColumnReward):
         if answer is None:
             return 0.0
         fields = answer.keys() | expected.keys()
-        if not fields:
+        if not fields:  # both are empty
             return 1.0
         num_equal = 0
         for field in answer.keys() & expected.keys():
@@ -362,7 +362,7 @@ class JudgeReward(_RowReward):
             raise ValueError(f"pattern {pattern!r} has no group: put the number in round brackets.")
 
     def score(self, row: Row, text: str) -> float | None:
-        """Return the score, or ``None``."""
+        """Return the score, or None if the judge's answer does not match ``pattern``."""
         try:
             prompt = self.prompt.format_map({**row, "text": text})
         except KeyError as error:
@@ -371,7 +371,7 @@ class JudgeReward(_RowReward):
         body = {"model": self.model, "messages": messages, "temperature": 0.0}
         reply = post_json(f"{self.url}/chat/completions", body, timeout=self.timeout)
         try:
-            verdict = reply["choices"][0]["message"]["content"] or ""
+            verdict = reply["choices"][0]["message"]["content"] or ""  # null, for example, after a refusal
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(f"{self.url} replies without choices[0].message.content") from error
         if not isinstance(verdict, str):
@@ -465,12 +465,12 @@ def _call_reward(
         return []
     try:
         values = reward([dict(row) for row in rows], texts)  # copies: the function may modify them
-        if isinstance(values, Mapping | Set):
+        if isinstance(values, Mapping | Set):  # `list` would take its keys, or an arbitrary order
             raise RolloutError(f"it returned a {type(values).__name__}, and it must return a list")
         values = list(values)
     except NoReplyError as error:  # do not retry row by row: every row could take a timeout
         raise NoReplyError(f"{name} fails for {_format_rows(numbers)}: {error}") from error
-    except (Exception, SystemExit) as error:  # a user function may raise anything
+    except (Exception, SystemExit) as error:  # a user function may raise anything, or call sys.exit
         # Call the reward row by row: the message names the rows that fail.
         failing = []
         for number, row, text in zip(numbers, rows, texts, strict=True):
@@ -478,7 +478,7 @@ def _call_reward(
                 reward([dict(row)], [text])
             except (Exception, SystemExit):  # noqa: BLE001 - raised by a user function
                 failing.append(number)
-        failing_rows = _format_rows(failing or numbers)
+        failing_rows = _format_rows(failing or numbers)  # all rows, if each alone succeeds
         reason = str(error)
         if not isinstance(error, RolloutError):  # whose message says all
             reason = f"{type(error).__name__}: {error}"

@@ -93,6 +93,7 @@ class BestValidation:
         if self.metric not in metrics and self.is_own_metric(self.metric):
             return False  # the recipe validates and measures at different steps
         self._has_metric = self._has_metric or self.metric in metrics
+        # Later validations may lack it: they count as not better, and do not end a run that has a best.
         if self._best is None and self.metric not in metrics:
             suggestion = ""
             similar_name = nearest(self.metric, metrics)
@@ -104,8 +105,8 @@ class BestValidation:
             )
         value = metrics.get(self.metric, math.nan)
         if math.isnan(value) and self.metric in metrics and self.metric != "val_loss":
-            return False  # it could not be measured; a diverged model has a loss of NaN
-        is_better = math.isfinite(value)
+            return False  # it could not be measured; but a loss of NaN is of a diverged model, and counts as worse
+        is_better = math.isfinite(value)  # the first finite value is the best
         if is_better and self._best is not None:
             _, best_value = self._best
             if self._metric_setting.startswith(_MAXIMIZE_PREFIX):
@@ -117,7 +118,7 @@ class BestValidation:
             return False
         self._num_worse = 0
         self._best = (step, value)
-        self._needs_checkpoint = True
+        self._needs_checkpoint = True  # until `record_checkpoint` names it
         return True
 
     def record_checkpoint(self, name: str) -> None:

@@ -158,9 +158,9 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     from torchtune.modules.transformer import text_decoder
 
     decoder = text_decoder(model)
-    if not hasattr(decoder, "layers") or decoder is not model:
+    if not hasattr(decoder, "layers") or decoder is not model:  # a model around the decoder has an image encoder
         return None
-    if labels_only is None:
+    if labels_only is None:  # without the output layer, a loss projects the hidden states, of labels alone
         labels_only = getattr(decoder, "skip_output_layer", False)
     # Whether gradients flow to the input of a layer: from the first trained layer on.
     flows = any(parameter.requires_grad for parameter in decoder.tok_embeddings.parameters())
@@ -168,7 +168,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
     by_pair: Counter[int | None] = Counter()  # window -> FLOPs per pair
     by_chunk: Counter[int] = Counter()  # size of a chunk -> FLOPs per pair
     bidirectional = 0.0
-    shapes = full_shapes(model)
+    shapes = full_shapes(model)  # of the full weights, also where a conversion stores them quantized
     if getattr(decoder, "layer_embeddings", None) is not None:
         matrix = decoder.layer_embeddings.projection.weight
         by_token += math.prod(shapes[matrix]) * _flops_per_weight(matrix, flows)
@@ -197,7 +197,7 @@ def count_flops(model: "nn.Module", *, labels_only: bool | None = None) -> FlopC
                 by_chunk[chunk] += flops_per_pair
             else:
                 by_pair[getattr(attention, "window", None)] += flops_per_pair
-    of_output = 0.0
+    of_output = 0.0  # per projected token
     for matrix in _output_matrices(decoder):
         of_output += matrix.numel() * _flops_per_weight(matrix, flows)
     if labels_only:

@@ -143,7 +143,7 @@ class Heartbeats:
         from torch.distributed import DistError, TCPStore
 
         host, _, port = self.address.rpartition(":")
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=60)  # of a call to the store
         own_host = _own_host(host, int(port))  # by a connection to the store, which rank 0 may open later
         while own_host is None:
             if self._stop_event.wait(self._interval):
@@ -156,7 +156,7 @@ class Heartbeats:
             self._sync_with_store(store)
             is_last = False
             while not is_last:
-                self._wake_event.wait(self._interval)
+                self._wake_event.wait(self._interval)  # shorter if a stall, the search for a rank or the end is urgent
                 self._wake_event.clear()
                 is_last = self._stop_event.is_set()  # read before the beat, so that the last beat is published
                 self._lifelines.connect(store)
@@ -165,7 +165,8 @@ class Heartbeats:
         except DistError as error:
             get_logger().debug(f"The heartbeats end: {error}")
             self.has_lost_store = True
-        # Rank 0 may have finished, and its store with it, or be lost: only the lifelines show which.
+        # Reached with `_stop_event` set, or without a store: rank 0 may have finished, and its store with it, or be
+        # lost, and only the lifelines show which.
         while not self._stop_event.wait(self._interval):
             self._lifelines.poll()
         self._lifelines.close(has_finished=self.own_beat.end == FINISHED)
@@ -174,6 +175,7 @@ class Heartbeats:
         """Publish this rank's beat, and read the others' if they are needed."""
         own_beat = replace(self.own_beat, lost_neighbors=tuple(self._cut_ranks()))
         store.set(self._key(self._rank), json.dumps(asdict(own_beat)))
+        # Two keys that every rank can check without reading all beats: the run stalls, or a rank ended early.
         if self._must_announce_stall:
             store.set(f"{self._prefix}/over", "")
         if own_beat.failed or own_beat.end == ORPHANED or own_beat.lost_neighbors:
@@ -187,6 +189,7 @@ class Heartbeats:
         for rank, beat in self._read_beats(store).items():
             peer = PeerBeat(beat, beat_at=now, moved_at=now)
             last = self.peer_beats.get(rank)
+            # What has not changed since the last look keeps the time of the last change.
             if last is not None and beat.number == last.beat.number:
                 peer.beat_at = last.beat_at
             if last is not None and (beat.moves, beat.signs) == (last.beat.moves, last.beat.signs):
@@ -226,12 +229,12 @@ class Heartbeats:
         start = time.monotonic()
         deadline = start + patience
         first_beats: dict[int, Beat] = {}
-        self._interval = min(self._interval, 0.2)
+        self._interval = min(self._interval, 0.2)  # training is over, so that frequent beats disturb nobody
         self.has_failed_rank = True  # so that the thread reads beats
         self._wake_event.set()
         while not self.has_lost_store and time.monotonic() < deadline:
             time.sleep(self._interval / 2)
-            if self.last_reply < start:
+            if self.last_reply < start:  # no beats have been read since the search began
                 continue
             if not first_beats:  # from now on, every living rank publishes new ones
                 first_beats = self._peer_beats()
@@ -391,14 +394,14 @@ class Lifelines:
         else:
             caller.setblocking(False)
             self._callers.append(caller)
-        for caller in list(self._callers):
+        for caller in list(self._callers):  # a copy, from which the loop removes
             token = _receive(caller, len(self._token))
-            if token is None:
+            if token is None:  # it has not sent it yet
                 continue
             self._callers.remove(caller)
             if token == self._token:
                 self._keep(caller, self._previous_rank)
-                self._stop_listening()
+                self._stop_listening()  # there is one previous rank
                 return
             caller.close()
 
@@ -470,7 +473,7 @@ def list_ranks(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = []
     for run in runs:
-        if len(run) > 2:
+        if len(run) > 2:  # two ranks read better as "0 and 1"
             parts.append(f"{run[0]}-{run[-1]}")
         else:
             parts += [str(rank) for rank in run]
@@ -497,7 +500,7 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     position = place(beat.step, beat.phase)
     if beat.source_line:
         position += f", at {beat.source_line}"
-    seconds = round(max(0.0, now - beat.moved_at))
+    seconds = round(max(0.0, now - beat.moved_at))  # the clock of another machine may be ahead
     have = "has" if len(stalled) == 1 else "have"
     text = f"{list_ranks(stalled)} {have} "
     if silent:
@@ -517,7 +520,7 @@ def describe_stall(beats: dict[int, Beat], silent: set[int], now: float) -> str:
     failed = [rank for rank in peers if beats[rank].failed]
     clauses = []
     if waiting:
-        last_beat = beats[waiting[-1]]
+        last_beat = beats[waiting[-1]]  # stands for all of them
         verb = "waits" if len(waiting) == 1 else "wait"
         clauses.append(f"{list_ranks(waiting)} {verb} {place(last_beat.step, last_beat.phase)}")
     if finished:
@@ -577,6 +580,7 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
     ranks = f"{ranks[0].upper()}{ranks[1:]}"
     position = place(beat.step, beat.phase)
     if beat.failed:
+        # The exit code of the failed rank: that of user errors, or Python's for any other exception.
         if beat.error:  # a user error
             reason = beat.error
             exit_code = UserError.exit_code
@@ -584,7 +588,7 @@ def lost_rank_error(lost: dict[int, Beat] | None, address: str) -> LostRankError
             reason = f"see {run_log_path(first) or 'its output'}."
             exit_code = 1
         error = LostRankError(f"{ranks} ended with {beat.end}, {position}: {reason}", exit_code)
-        # Ranks that fail log their error on their own machine.
+        # Ranks that fail log their error on their own machine, where it is not logged again.
         error.is_reported = all(beat.machine == machine_name() for beat in lost.values())
         return error
     verb = "is" if len(lost) == 1 else "are"

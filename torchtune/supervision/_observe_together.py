@@ -53,7 +53,7 @@ def observe_together(guard: ObserverGuard, function: Callable[[], T], dims: Para
     except LostRankError:
         raise
     except Exception as error:
-        if is_connection_error(error):
+        if is_connection_error(error):  # the ranks can no longer agree on anything
             raise
         failure = error
     failed = torch.tensor([int(failure is not None)])
@@ -61,6 +61,7 @@ def observe_together(guard: ObserverGuard, function: Callable[[], T], dims: Para
         # In torch's own function, because the watchdog recognizes by it that this rank waits for another one.
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
     else:
+        # A short timeout: the other ranks end `function` soon, too, or wait in a collective of it and never come here.
         try:
             dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True).wait(_FAILED_TOGETHER)
         except RuntimeError:

@@ -79,9 +79,9 @@ def explain_out_of_memory(
         if snapshot is not None:
             message += f"; what filled it is in {snapshot}"
         message += "."
-        note_in_run_log(message)
+        note_in_run_log(message)  # in the log file of every rank; the error itself is shown on the terminal
         raise OutOfMemoryError(message) from error
-    finally:
+    finally:  # recording takes time and memory
         if record_history and on_cuda:
             record_memory_history(False)
 
@@ -169,6 +169,7 @@ def _smaller_steps(cfg: SettingsView, activity: Activity) -> Iterator[Changes]:
     if not cfg.optimizer_in_bwd and not has_adapters:
         yield {"optimizer_in_bwd": True}
     longest = cfg.max_seq_len
+    # A batch of one row is as long as this row, unlike a padding-free batch of several.
     if longest is None and plan.batch_size == 1 and activity.shape:
         longest = activity.shape[-1]
     if longest is not None and longest > _SHORTEST_TO_HALVE:
@@ -189,7 +190,7 @@ def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
         return
     if cfg.fsdp_reshard_after_forward is False:
         yield {"fsdp_reshard_after_forward": True}
-    # The other dimensions leave another number of processes to sharding.
+    # The other dimensions leave another number of processes to sharding: -1 takes all that are left.
     shard_others: Changes = {}
     if cfg.data_parallel_shard_dim != -1:
         shard_others["data_parallel_shard_dim"] = -1
@@ -198,7 +199,7 @@ def _more_shards(cfg: SettingsView, dims: ParallelDims) -> Iterator[Changes]:
     sizes = {"dp_replicate": dims.dp_replicate, "tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
     for name, key in (("cp", "context_parallel_dim"), ("tp", "tensor_parallel_dim")):
         doubled = {**sizes, name: 2 * sizes[name]}
-        try:
+        try:  # raises if the sizes do not fit the number of processes
             ParallelDims(**doubled, dp_shard=-1, world_size=dims.world_size)
         except ParallelDimsError:
             continue

@@ -57,7 +57,8 @@ class ProgressBar:
                     options.update(ncols=80, nrows=24)
             else:
                 options = {"file": _Lines(file), "mininterval": interval, "bar_format": _IN_FILE}
-            is_main = int(os.environ.get("RANK", "0")) == 0
+            is_main = int(os.environ.get("RANK", "0")) == 0  # set by torchrun
+            # miniters=1: every step may redraw the bar, and mininterval alone limits how often.
             return _Bar(total=total, initial=initial, disable=not is_main, miniters=1, unit="step", **options)
 
         self._bar = self._guard.call(make_bar)

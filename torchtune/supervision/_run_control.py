@@ -108,8 +108,8 @@ class RunControl:
         if every_n_minutes is not None:
             self._every_n_seconds = 60 * every_n_minutes
         self._clock = clock
-        self._saved_at = clock()
-        self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))
+        self._saved_at = clock()  # the first interval begins with the run
+        self._grace = float(os.environ.get(GRACE_VARIABLE, "inf"))  # seconds; infinite: checkpoints are not measured
         self._unmeasured: Path | None = None  # a checkpoint that is being written, perhaps in the background
         self._signals = StopSignal()
         self._throughput: Throughput | None = None
@@ -152,7 +152,7 @@ class RunControl:
         if throughput is None:
             throughput = Throughput(dims=self._dims)
         self._throughput = throughput
-        if self._total_steps is not None:
+        if self._total_steps is not None:  # a resumed run may be at its end
             self.finished = self._throughput.activity.step >= self._total_steps
         _check_same_data(loader.state_dict()["fingerprint"])
         while not self.stopping:
@@ -370,7 +370,8 @@ class RunControl:
         Args:
             step: number of completed steps.
         """
-        if self._dims.world_size == 1:  # also catches requests after synchronize()
+        # Catches requests after synchronize(), too. Several ranks must agree, and do so in the next step.
+        if self._dims.world_size == 1:
             self._apply_requests(self._local_requests())
         epoch_ends = self._loader.at_epoch_end
         if self._total_steps is None:
@@ -418,7 +419,7 @@ class RunControl:
                 "record_validation in train.",
                 logging.WARNING,
             )
-        if step >= total:
+        if step >= total:  # finished, so that nothing is to be requeued, even after a signal
             return 0
         if self.exit_code == 0 and self._best.should_stop:
             log_rank_zero(get_logger(), f"stopped early: {self._best.stop_reason()}.")

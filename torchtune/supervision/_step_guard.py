@@ -116,8 +116,8 @@ class StepGuard:
         if not isinstance(metrics, LateMetrics):
             return self._decide(metrics, step_data)
         if not self._optimizer_decides:
-            accepted = self._decide(metrics, step_data)
-            metrics.settle()
+            accepted = self._decide(metrics, step_data)  # reads the loss, for which the host waits
+            metrics.settle()  # the numbers are there, so that loggers need not wait for the next step
             return accepted
         self._skips.prepare(metrics.is_bad)
         if self._scaler is not None:
@@ -129,9 +129,9 @@ class StepGuard:
             """Learn what the optimizer did with the step."""
             self._undecided = None
             was_bad = self._skip_reason(metrics["loss"], metrics["grad_norm"]) is not None
-            self._skips.finish(was_bad=was_bad)
+            self._skips.finish(was_bad=was_bad)  # undoes the step counts of a step that the optimizer left out
             self._decide(metrics, step_data, was_decided_by_device=True)
-            metrics.update(self.metrics())
+            metrics.update(self.metrics())  # readers that follow, such as loggers, see the skipped step
 
         metrics.when_settled(decide_late)
         return True
@@ -165,7 +165,7 @@ class StepGuard:
             self._scaler.update(has_overflowed=has_overflowed, was_decided_by_device=was_decided_by_device)
         if reason is None:
             self._in_a_row = 0
-            self._recent_losses.append(loss)
+            self._recent_losses.append(loss)  # of accepted steps only, so that spikes do not raise the mean
             return True
         if needs_smaller_scale:  # usual in the first steps, and no sign of a broken run
             reason = f"its gradient overflows fp16; the loss scale is {self._scaler.decided_factor:g} from now on"
@@ -206,7 +206,7 @@ class StepGuard:
         """Log the skipped step, and write it with its rows to ``skipped_steps.jsonl``. A collective."""
         if self.num_skipped == 1:  # if the first step is skipped, the schedule moves before the optimizer
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        rows = self._rows_to_record(step_data)
+        rows = self._rows_to_record(step_data)  # a collective, so before the other ranks return
         if not self._dims.is_main:
             return
         record = {

@@ -153,7 +153,7 @@ class StepMetrics:
         Yields:
             An empty list; None if the batch is not from a mixture.
         """
-        if not batch.sources:
+        if not batch.sources:  # one dataset, whose loss is that of the step
             yield None
             return
         row_losses: list[torch.Tensor] = []  # [n] of each chunk
@@ -176,7 +176,7 @@ class StepMetrics:
             losses = losses[:0]
             source = source[:0]
         count = len(batch.sources)
-        sums = _to_float64(losses.new_zeros(count))
+        sums = _to_float64(losses.new_zeros(count))  # many tokens are added up
         sums.index_add_(0, source, losses.to(sums.dtype))
         # Not `bincount`, for which the host waits.
         counts = torch.zeros_like(sums).index_add_(0, source, torch.ones_like(losses, dtype=sums.dtype))

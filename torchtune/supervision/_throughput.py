@@ -67,14 +67,14 @@ class Throughput:
         self._window: deque[_MeasuredStep] = deque(maxlen=window)
         self._started = clock()
         self._step_start = self._started
-        self._logged = self._started
+        self._logged = self._started  # time of the last metrics
         self._dims = dims
         self._world_size = 1
         if dims is not None:
             self._world_size = dims.world_size
         self._device = device
-        self._waited = self._dims_waited()
-        self._lost_seconds: dict[str, float] = {}
+        self._waited = self._dims_waited()  # at the last metrics
+        self._lost_seconds: dict[str, float] = {}  # since the last metrics
         if self._world_size > 1:
             self._lost_seconds["waiting"] = 0.0
         self._guard = ObserverGuard("throughput: the MFU")
@@ -88,7 +88,7 @@ class Throughput:
                     # The losses of recipes compute the logits of labeled tokens alone.
                     self._flops = count_flops(model, labels_only=True)
 
-            self._guard.call(prepare_mfu)
+            self._guard.call(prepare_mfu)  # a model that cannot be measured is trained without an MFU
         self._attention_flops = 0.0  # per token in the current step
         self._expert_load = None
         if model is not None:

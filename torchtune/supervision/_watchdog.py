@@ -179,15 +179,16 @@ class Watchdog:
             return
         loss = None
         if is_connection_error(error) and self._heartbeats is not None:
-            self._activity.sign()  # the search takes time, which is no stall
+            # The search takes time, which is no stall: both of its limits together are below the timeout.
+            self._activity.sign()
             lost_beats = self._heartbeats.find_lost_ranks(
                 seconds=min(10.0, self._timeout / 4), patience=min(60.0, self._timeout / 2)
             )
             if lost_beats != {}:  # {}: all ranks are alive; None: the store does not answer
                 loss = lost_rank_error(lost_beats, self._heartbeats.address)
         self._stop_event.set()
-        self._thread.join()
-        dump_stacks_after(None)
+        self._thread.join()  # else it would replace the last beat
+        dump_stacks_after(None)  # cancels the dump
         if loss is not None:
             reason = PEER_LOST
         elif kind is None:
@@ -228,7 +229,7 @@ class Watchdog:
         activity = self._activity
         line = ""
         waits = False
-        if still:
+        if still:  # not otherwise: reading stacks of running threads can crash CPython
             line, waits = _current_line(self._watched_thread)
             if activity.row:
                 line = f"{activity.row}, {line}"
@@ -253,7 +254,7 @@ class Watchdog:
         dump_scheduled_at = last_check
         while not self._stop_event.wait(self._interval):
             now = time.monotonic()
-            if self._agent not in (None, os.getppid()):
+            if self._agent not in (None, os.getppid()):  # the parent of an orphan is another process
                 self._exit_orphaned()
             elapsed = now - last_check
             last_check = now
@@ -262,19 +263,21 @@ class Watchdog:
             if now - dump_scheduled_at > timeout / 4:
                 self._schedule_stack_dump()
                 dump_scheduled_at = now
-            self._connect()
+            self._connect()  # the recipe may have made process groups meanwhile
             self._check_for_progress(elapsed)
             seconds_still = now - max(self._activity.moved, self._ignore_before)
             heartbeats = self._heartbeats
             if heartbeats is not None:
                 heartbeats.own_beat = self._make_beat(seconds_still > timeout / 2)
                 heartbeats.needs_peer_beats = seconds_still > timeout / 2
+                # This rank may wait in a collective of NCCL, which goes on waiting after another rank has ended.
                 if seconds_still > min(_QUIET_SECONDS, timeout / 2):
                     failed = heartbeats.failed_ranks()
                     if failed:
                         self._exit_lost_peer(lost_rank_error(failed, heartbeats.address))
                     if heartbeats.is_alone:
                         self._exit_lost_peer(lost_rank_error(None, heartbeats.address))
+                # Another rank has found the stall after the whole timeout, so half of it is enough here.
                 if seconds_still > timeout / 2 and heartbeats.is_stalled:
                     self._exit_stalled(now)
             if seconds_still > timeout and self._all_ranks_stall(now):

@@ -61,7 +61,7 @@ class ByteLevelBPE:
         self.tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),  # `pattern` has made the words
             ]
         )
         self.tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,8 @@ class ByteLevelBPE:
     def encode(self, text: str, parse_special: bool = True, change: Callable[[str], str] | None = None) -> list[int]:
         """Encode ``text`` into token ids; without ``parse_special``, special tokens in it are encoded as plain text.
 
-        ``change`` is applied to the text between special tokens after splitting.
+        ``change`` is applied to the text between special tokens after splitting: control tokens that it puts back are
+        not parsed.
         """
         check_text(text)
         pieces = [text]
@@ -82,7 +83,7 @@ class ByteLevelBPE:
             pieces = self._special.split(text)
         ids: list[int] = []
         for i, piece in enumerate(pieces):
-            if i % 2:
+            if i % 2:  # a special token
                 ids.append(self.special_tokens[piece])
             elif piece:
                 if change is not None:
@@ -91,7 +92,7 @@ class ByteLevelBPE:
                 if tokens_and_mask is not None:
                     piece_ids, _ = tokens_and_mask
                     ids += piece_ids
-                else:
+                else:  # the faster encoder does not support the text
                     ids += self.tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
 
@@ -344,6 +345,7 @@ class TekkenTokenizer(SavesPublishedFiles, BaseTokenizer):
             pattern = config["pattern"]
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise DataError(f"tokenizer file {path} is not a tekken.json ({type(error).__name__}: {error}).") from error
+        # Without special tokens: no text encodes to them, and their ids are below the ranks, which `encode` shifts.
         self._encoding = Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         self._control_texts = {token_id: token for token, token_id in self.special_tokens.items()}
         self.bos_id = self.special_tokens["<s>"]

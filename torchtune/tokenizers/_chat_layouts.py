@@ -288,7 +288,7 @@ def _plain_parts(
                 text.rstrip(" "), add_bos=False, add_eos=False, trim_leading_whitespace=continues_text
             )
             yield ids, message.masked
-            if text:
+            if text:  # an empty text leaves the one before it as the last
                 ends_with_space = text.endswith(" ")
             starts_exchange = False
         if message.role == "assistant":

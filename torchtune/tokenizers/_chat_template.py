@@ -114,7 +114,7 @@ class ChatTemplate:
         self._environment.start_rendering()  # compilation evaluates constant expressions
         try:
             self._template = self._environment.from_string(source)
-        except DataError:
+        except DataError:  # a limit of the sandbox, whose message says all
             raise
         except (RecursionError, MemoryError, SyntaxError, OverflowError) as error:
             raise DataError("The chat template is nested too deeply, or its constants are too large.") from error
@@ -206,11 +206,11 @@ class ChatTemplate:
             text = self._template.render(
                 messages=list(messages),
                 tools=tools,
-                documents=None,
+                documents=None,  # a variable of `transformers`, for retrieval
                 add_generation_prompt=add_generation_prompt,
                 **self.variables,
             )
-        except DataError:
+        except DataError:  # a limit of the sandbox, whose message says all
             raise
         except (RecursionError, MemoryError, OverflowError) as error:
             raise DataError("The chat template calls itself without an end, or asks for too much memory.") from error
@@ -566,7 +566,10 @@ def go_template(tokenizer: Any, *, adds_bos: bool) -> str:
     if adds_bos and tokenizer.bos_id is not None:
         omitted_bos = tokenizer.decode([tokenizer.bos_id], skip_special_tokens=False)
 
+    # The texts before the first question, between a question and its answer, between this answer and the next question,
+    # and behind the last question: the generation prompt, which may differ from `answer`.
     _, (before, answer, after, end) = _texts_around_turns(tokenizer, "uau", omitted_bos)
+    # The texts must not depend on the number of turns, because a TEMPLATE writes each turn by its role alone.
     first_question = _texts_around_turns(tokenizer, "u", omitted_bos)
     two_answers = _texts_around_turns(tokenizer, "uauau", omitted_bos)
     if first_question != ("u", [before, end]) or two_answers[1] != [before, answer, after, answer, after, end]:

@@ -60,7 +60,8 @@ class StreamDecoder:
 def document_texts(row: Any) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (title, tokens, labels) of each text in a row: both answers of a pair, or the first document of a pack.
 
-    A query with passages or candidates has a text for each.
+    A query with passages or candidates has a text for each. The title is empty if a row has only one text, unless the
+    text is an answer with a label.
 
     The labels of prompts for generation are placeholders; they are replaced by the ignore index. For rows of other
     kinds, the list is empty.

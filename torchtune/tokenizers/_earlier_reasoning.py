@@ -81,7 +81,7 @@ class KeptReasoning:
         """Replace the reasoning of a turn by a mark, and return the text that the template would write for it."""
         turn = turns[index]
         mark = f"{_MARK_KEY}n{index}q"
-        thoughts, end, answer = turn["content"].rpartition(_REASONING_END)
+        thoughts, end, answer = turn["content"].rpartition(_REASONING_END)  # without it, the reasoning is in a field
         answer = answer.lstrip("\n")
         turn_without_reasoning = {name: value for name, value in turn.items() if name not in REASONING_FIELDS}
         self.turns[index] = {**turn_without_reasoning, "content": mark + answer}
@@ -112,7 +112,10 @@ class KeptReasoning:
         return _Block(replaced, written[num_same:], len(stripped) - num_same, output_start)
 
     def restore(self, text: str, spans: Sequence[Span] = ()) -> tuple[str, list[Span]]:
-        """Replace the marks in a rendered text, and adjust the spans; each span begins where the prompt ends."""
+        """Replace the marks in a rendered text by the reasoning, and adjust the spans to the longer text.
+
+        The span of a turn with reasoning begins where the model's output does; spans of later turns move.
+        """
         spans = list(spans)
         # From the last mark to the first, so that a longer text does not move the marks that are still to come.
         for block in reversed(self._blocks):

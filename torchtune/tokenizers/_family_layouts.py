@@ -81,7 +81,7 @@ class ChatMLTurns(TurnsTokenizer):
             raise DataError(f"special_tokens lacks {', '.join(missing)}.")
         self._bpe = ByteLevelBPE(path, merges_file, pattern=pattern, special_tokens=self.special_tokens, nfc=True)
         hidden_tokens = []  # in texts of training data
-        if not parse_special_tokens:
+        if not parse_special_tokens:  # others, such as <tool_call>, are parsed in every text
             hidden_tokens = [token for token in self.special_tokens if token.startswith("<|")]
         self._control_tokens = ControlTokens(hidden_tokens)
         self.bos_id = None
@@ -276,13 +276,13 @@ class HeaderTurns(TurnsTokenizer):
         text_ids: list[int] = []  # ids since the last special token
         is_header = False
         follows_header = False
-        for token_id in (*token_ids, None):
+        for token_id in (*token_ids, None):  # None ends the last text, as a special token does
             if token_id is not None and token_id not in self._special_ids:
                 text_ids.append(token_id)
                 continue
             if not is_header:
                 text = self.tt_model.decode(text_ids, truncate_at_eos=False)
-                if follows_header:
+                if follows_header:  # the layout writes two newlines there
                     text = text.removeprefix("\n\n")
                 texts.append(text)
             text_ids = []
@@ -295,6 +295,7 @@ class HeaderTurns(TurnsTokenizer):
         ids: list[int] = []
         if message.ipython and self.python_tag is not None:
             ids.append(self.python_tag)
+        # A turn that is not trained on may lose its calls, if it has a text to stand for it.
         if message.extra.get("tool_calls") and not (message.text_content and message.masked):
             raise DataError(
                 f"{type(self).__name__} has no layout for structured tool_calls: write the call as the turn's text, or "
@@ -302,6 +303,7 @@ class HeaderTurns(TurnsTokenizer):
             )
         for item in message.content:
             if item["type"] == "text":
+                # Stripped, as Meta's layout does.
                 ids += self.encode(item["content"].strip(), add_bos=False, add_eos=False)
             elif item["type"] == "image" and self.image_id is not None:
                 ids += self._image_ids(item["content"])
@@ -418,7 +420,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
         self.bos_id = self.base.bos_id
         self.eos_id = self.base.eos_id
         self.vocab_size = self.base.vocab_size
-        self.pad_id = max(self.base.pad_id, 0)
+        self.pad_id = max(self.base.pad_id, 0)  # SentencePiece has -1 for none, which no embedding takes
         self.stop_tokens = [self.eos_id]
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
@@ -490,7 +492,7 @@ class InstTurnsTokenizer(TurnsTokenizer):
                 is_open = not closed and i == len(messages) - 1
                 if not is_open:
                     ids.append(self.eos_id)
-            elif message.role == "system":
+            elif message.role == "system":  # before version 7 no tokens: `system` has the text
                 if self.version >= 7:
                     ids += self._between("SYSTEM_PROMPT", message.text_content)
             else:

@@ -90,7 +90,7 @@ def template_sources(folder: Path, config: Mapping[str, Any], chosen: str | None
             raise DataError(
                 f"chat_template is a {type(chosen).__name__}: give the path of a Jinja file or the text of a template."
             )
-        is_text = "{" in chosen or "\n" in chosen
+        is_text = "{" in chosen or "\n" in chosen  # every template has one of both, and a path has neither
         if not is_text and not os.path.isfile(os.path.expanduser(chosen)):  # False for a path that is too long, too
             raise DataError(
                 f"There is no file {chosen!r:.200}: chat_template is the path of a Jinja file or the text of a "
@@ -136,7 +136,11 @@ def _published_templates(file: Path, content: Any) -> dict[str, str]:
 
 
 def replace_template(folder: Path, source: str) -> None:
-    """Write a chat template into the folder of a tokenizer, in the place of all published ones."""
+    """Write a chat template into the folder of a tokenizer, in the place of all published ones.
+
+    It stands where the published one did: in ``chat_template.jinja`` if that was a file of its own, otherwise in
+    ``tokenizer_config.json``.
+    """
     # A template that stayed in another place would be read instead of this one.
     additional = folder / _TEMPLATE_FOLDER
     candidates = [folder / "chat_template.jinja", folder / "chat_template.json", *additional.glob("*.jinja")]

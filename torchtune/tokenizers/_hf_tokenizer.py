@@ -185,7 +185,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         entries = self.config.get("added_tokens_decoder", {})
         for token_id in sorted(entries, key=int):
             entry = entries[token_id]
-            if self.tokenizer.token_to_id(entry["content"]) is not None:
+            if self.tokenizer.token_to_id(entry["content"]) is not None:  # `tokenizer.json` has it
                 continue
             # `add_tokens` gives the next id, whatever the file says.
             if int(token_id) != self.tokenizer.get_vocab_size():
@@ -209,6 +209,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         new_texts = [text for text in dict.fromkeys(texts) if self.tokenizer.token_to_id(text) is None]
         if not new_texts:
             return []
+        # Described before any is added, so that a description is encoded to rows that the model has learned.
         if isinstance(texts, Mapping):
             for text in new_texts:
                 if texts[text] is not None:
@@ -216,6 +217,7 @@ class HuggingFaceBaseTokenizer(BaseTokenizer):
         first_id = self.vocab_size
         self.tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in new_texts])
         ids = [self.tokenizer.token_to_id(text) for text in new_texts]
+        # The package counts the tokens for the next id, which is taken or too small if the ids have gaps.
         if ids != list(range(first_id, first_id + len(ids))):
             raise DataError(
                 f"tokenizer.add_tokens: the ids of the vocabulary have gaps before {first_id}, so that new tokens "
@@ -387,7 +389,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         self.max_seq_len = max_seq_len
         self.truncation_type = truncation_type
         self.special_tokens = self.base_tokenizer.special_tokens
-        self._special_texts = tuple(self.special_tokens)
+        self._special_texts = tuple(self.special_tokens)  # str.endswith takes tuples only
         self.bos_id = self.base_tokenizer.bos_id
         self.end_ids = self.base_tokenizer.end_ids
         self.eos_id = self.base_tokenizer.eos_id
@@ -514,7 +516,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
         else:
             text = self._open_text(turns, tools)
             spans = []
-        if kept_reasoning is not None:
+        if kept_reasoning is not None:  # the text has marks in place of the reasoning
             text, spans = kept_reasoning.restore(text, spans)
         tokens, mask = self._encoder.encode(text, spans)
         eos_id = None
@@ -585,7 +587,7 @@ class HuggingFaceModelTokenizer(MessageTransform, ModelTokenizer):
     def _open_text(self, turns: list[Turn], tools: Sequence[Any] | None) -> str:
         """Render the conversation up to the point where the model continues."""
         answer_start = ""
-        if turns[-1]["role"] == "assistant":
+        if turns[-1]["role"] == "assistant":  # the template would end this turn: its text follows the generation prompt
             answer_start = turns[-1]["content"]
             turns = turns[:-1]
         template = self._template(tools)
@@ -719,7 +721,7 @@ def _as_turn(message: Message | Mapping[str, Any]) -> dict[str, Any]:
     if role == "ipython":  # Llama 3's name, which other templates do not know
         role = "tool"
     turn = {"role": role, "content": message.text_content, **message.extra}
-    if len(turn) == 2:  # fast path
+    if len(turn) == 2:  # fast path: role and text
         return turn
     if "tool_calls" in turn:  # of a message that was not made from a row
         turn["tool_calls"] = read_tool_calls(turn["tool_calls"] or [])

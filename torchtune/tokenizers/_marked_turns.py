@@ -48,7 +48,10 @@ def marked_text(text: str, number: int) -> str:
 
 
 def read_marks(marked: str) -> Rendering:
-    """Remove the marks from a text and return the span of each marked text's first occurrence."""
+    """Remove the marks from a text and return the span of each marked text's first occurrence.
+
+    A template may write a text twice, or only its beginning or end: a mark without its counterpart has an empty span.
+    """
     pieces: list[str] = []
     spans: dict[int, Span] = {}
     closed: set[int] = set()
@@ -60,7 +63,7 @@ def read_marks(marked: str) -> Rendering:
         position = mark.end()
         number = int(mark[1])
         is_closing = mark[2] == "c"
-        if number not in spans:
+        if number not in spans:  # until it is closed, the span ends where it starts
             spans[number] = (length, length)
         elif is_closing and number not in closed:
             spans[number] = (spans[number][0], length)
@@ -167,7 +170,7 @@ class Marker:
         content = turn.get("content")
         if isinstance(content, str) and turn["role"] == "assistant":
             marked["content"], text, reasoning = self._answer(content)
-        elif isinstance(content, str):
+        elif isinstance(content, str):  # outer tags, which a template may search for, stay outside the marks
             marked["content"], text = self._numbered(content, inner_span(content))
         elif isinstance(content, list | tuple):
             marked["content"], text = self._parts(content)

@@ -213,7 +213,7 @@ def _rename_tokens(tokenizer: Tokenizer, control_tokens: Sequence[str]) -> Token
     else:  # a Unigram model: the id of a piece is its position
         for piece in vocab:
             piece[0] = names.get(piece[0], piece[0])
-    if model.get("unk_token") in names:
+    if model.get("unk_token") in names:  # a name, which must be in the vocabulary
         model["unk_token"] = names[model["unk_token"]]
     return Tokenizer.from_str(json.dumps(content))
 
@@ -243,7 +243,10 @@ def bytes_to_unicode() -> dict[int, str]:
 
 
 def _word_pattern(pre_tokenizer: Any) -> str | None:
-    """Return the regular expression of a byte-level pre-tokenizer's words; None for other kinds."""
+    """Return the regular expression of a byte-level pre-tokenizer's words; None for other kinds.
+
+    Only settings whose words are the matches of one expression are supported, each word a piece of the text unchanged.
+    """
     steps = [pre_tokenizer]
     if pre_tokenizer["type"] == "Sequence":
         steps = pre_tokenizer["pretokenizers"]
@@ -258,6 +261,7 @@ def _word_pattern(pre_tokenizer: Any) -> str | None:
         return None
     if len(splits) != 1 or splits[0]["type"] != "Split":
         return None
+    # Otherwise the matches are not the words: they separate them, or are joined to a neighbor.
     if splits[0].get("invert") or splits[0]["behavior"] != "Isolated":
         return None
     return splits[0]["pattern"].get("Regex")
@@ -321,6 +325,7 @@ class WordEncoder:
             text = "".join(draw.choices(parts, k=24))
             tokens_and_mask = self.encode(text, [])
             expected_ids = tokenizer.encode(text, add_special_tokens=False).ids
+            # None: the encoder leaves the text to the tokenizer, so that there is nothing to compare.
             if tokens_and_mask is not None and tokens_and_mask[0].tolist() != expected_ids:
                 self.is_used = False
                 return
@@ -339,9 +344,11 @@ class WordEncoder:
         model = tokenizer.model
         if not isinstance(model, models.BPE):
             return None, needs_nfc
+        # Ids that are random, or depend on the place of a piece in its word.
         if model.dropout or model.continuing_subword_prefix or model.end_of_word_suffix:
             return None, needs_nfc
         added = tokenizer.get_added_tokens_decoder().values()
+        # Such tokens also take white space around them, or are only found between other characters than letters.
         if any(token.lstrip or token.rstrip or token.single_word for token in added):
             return None, needs_nfc
         # The tokenizer searches normalized and other tokens one after the other, the encoder all at once.

@@ -114,6 +114,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
         self._end_of_turn: str | None = getattr(prompt_template, "end_of_turn", None)
         if self._end_of_turn is not None:
             end = self.encode(self._end_of_turn, add_bos=False, add_eos=False, trim_leading_whitespace=True)
+            # In a model of another family the text is several tokens, none of which can end generation.
             if len(end) != 1:
                 raise DataError(f"tokenizer file {path} has no token {self._end_of_turn}, which its template needs.")
             self.stop_tokens = [*end, self.eos_id]
@@ -182,7 +183,7 @@ class SentencePieceChatTokenizer(TurnsTokenizer):
             eos_id=eos_id,
             truncation_type=self.truncation_type,
             is_open=not closed,
-            begins_once=self._end_of_turn is not None,
+            begins_once=self._end_of_turn is not None,  # no EOS token ends an exchange, which a BOS token would follow
         )
 
     def _without_control(self, message: Message) -> Message:

@@ -687,8 +687,12 @@ class LayoutCache:
         contents = []
         for turn in turns:
             content = turn.get("content")
-            # Templates treat other fields, empty texts and spaces at the end in ways that placeholders do not show.
-            if len(turn) != 2 or not isinstance(content, str) or not content or content[-1].isspace():
+            # Templates treat other fields and texts without a word in ways that placeholders do not show.
+            if len(turn) != 2 or not isinstance(content, str) or not content or content.isspace():
+                return None
+            # Where no token ends the turn, an answer is trained on without the white space at its end, and the end of a
+            # placeholder is that of its text. Other turns may end with it: their spans have it, if the template has.
+            if turn["role"] == "assistant" and content[-1].isspace():
                 return None
             contents.append(content)
         # The layout between the texts depends on roles and masks alone, which most conversations share: learned once,

@@ -263,6 +263,8 @@ def test_samples_of_another_distribution_are_not_trained_on(sampling):
     sample = {"tokens": [5, 6], "prompt_len": 1, "mask": [True], "log_probs": [-0.1], "finished": True}
     with pytest.raises(RolloutError, match="need one temperature above 0, and the whole distribution"):
         episodes_of([{**sample, "sampling": [sampling]}])
+    whole_distribution = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
+    assert len(episodes_of([{**sample, "sampling": [whole_distribution]}])) == 1
 
 
 class Script(nn.Module):

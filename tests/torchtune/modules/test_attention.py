@@ -310,3 +310,24 @@ def test_blocks_of_image_tokens_have_the_dropout_of_attention_weights(is_trainin
         torch.manual_seed(seed)
         outputs.append(layer(x, blocks=[(0, 2, 5)])[0, 2:5])
     assert torch.equal(*outputs) != is_training
+
+
+def test_blocks_of_image_tokens_in_every_row_see_the_keys_of_a_cache():
+    """A cache has keys for more positions than the input has."""
+    layer = _layer()
+    x = torch.randn(2, 6, 16)
+    blocks = [(0, 2, 5), (6, 7, 10)]  # in positions of the flattened batch
+    expected = layer(x, blocks=blocks)
+    layer.setup_cache(2, torch.float32, 9)
+    mask = torch.ones(6, 9, dtype=torch.bool).tril().expand(2, -1, -1)
+    torch.testing.assert_close(layer(x, mask=mask, blocks=blocks), expected)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"sinks": torch.zeros(6)}])
+def test_several_causal_queries_and_more_keys_need_a_mask(options):
+    q, k, v = _qkv(5)
+    with pytest.raises(ValueError, match="of 3 queries to 5 keys with a soft cap or sinks needs a mask"):
+        attention(q[:, -3:], k, v, **options)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()[None, -3:]
+    expected = attention(q, k, v, **options)[:, -3:]
+    torch.testing.assert_close(attention(q[:, -3:], k, v, mask=mask, **options), expected, atol=1e-5, rtol=1e-5)

@@ -14,11 +14,12 @@ import pytest
 
 from tests.torchtune.tokenizers.chat_case import Case
 from tests.torchtune.tokenizers.chat_checks import messages_of
+from tests.torchtune.tokenizers.chat_layouts import CASES
 from tests.torchtune.tokenizers.test_chat_templates import write_checkpoint
-from torchtune.data import DataError
+from torchtune.data import AlpacaToMessages, DataError
 from torchtune.tokenizers import hf_tokenizer
 from torchtune.tokenizers._chat_template import ChatTemplate
-from torchtune.tokenizers._trained_spans import LayoutCache
+from torchtune.tokenizers._trained_spans import LayoutCache, TurnFinder, learn_stops
 
 PUBLISHED = Path(find_spec("trl").origin).parent / "chat_templates"
 # Turns by letter: S system, U user, A answer, T answers of tools; of the assistant also R reasoning and answer, and
@@ -327,3 +328,52 @@ def test_layout_of_conversations_with_equal_roles_is_learned_once(monkeypatch):
         assert text[start:end] == f"<assistant>{answer}<end>"
         num_renderings.append(len(renderings))
     assert num_renderings[0] == num_renderings[1] > 0
+
+
+def test_rows_of_alpaca_are_rendered_once(tmp_path, monkeypatch):
+    """Their prompts end in a line break, which the template writes as it is."""
+    tokenizer = small_tokenizer(tmp_path, "qwen3", SPECIAL["qwen3_6"].split())
+    rows = [{"instruction": "Count.", "output": "one two"}, {"instruction": "Ask.", "input": "", "output": "Why?"}]
+    conversations = [AlpacaToMessages()(row)["messages"] for row in rows]
+    assert all(messages[0].text_content.endswith("\n") for messages in conversations)
+    tokenizer.tokenize_messages(conversations[0])  # learns the layout
+    rendered = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda self, turns, **more: rendered.append(turns) or render(self, turns, **more)
+    )
+    tokenizer.tokenize_messages(conversations[1])
+    assert len(rendered) == 1
+
+
+WHITE_SPACE = ["Say it\n", "Say it \t", "\n Say it", " Say it\n\n", "\u00a0Say it\u2028", "<b>Say it</b>\n", " \n"]
+# An answer without a token that ends it, before another header.
+OPEN_ANSWERS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATES = {case.name: (case.template, case.special, case.eos) for case in CASES}
+TEMPLATES["open answers"] = (OPEN_ANSWERS + "{% if add_generation_prompt %}assistant:{% endif %}", [], "</s>")
+for _file in PUBLISHED.glob("*.jinja"):
+    _special = SPECIAL.get(_file.stem.split("_training")[0], "<|im_start|> <|im_end|> <|eot_id|> <|end|>")
+    TEMPLATES[f"published {_file.stem}"] = (_file.read_text(), [*_special.split(), "</s>"], "</s>")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_learned_layout_gives_the_spans_of_the_turns_also_around_white_space(name):
+    source, special, eos = TEMPLATES[name]
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": eos})
+    _, stops = learn_stops(template, special, [eos])
+    stops = list(dict.fromkeys([*stops, eos]))
+    cache = LayoutCache(stops, special)
+    roles = ["user", "assistant", "user", "assistant"]
+    for index, text in itertools.product(range(4), WHITE_SPACE):
+        turns = [{"role": role, "content": f"Turn {i} here"} for i, role in enumerate(roles)]
+        turns[index]["content"] = text
+        try:
+            rendered, generated = template.render(turns)
+        except DataError:  # the template takes no such conversation
+            continue
+        for masked in ([True, False, True, False], [False] * 4):
+            spans = cache.spans(template, turns, rendered, masked)
+            if spans is not None and not generated:
+                finder = TurnFinder(template, turns, rendered, stops, special)
+                assert spans == finder.trained(masked, generated), (turns, masked)
+                assert not finder.omitted()

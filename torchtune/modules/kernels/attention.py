@@ -121,8 +121,8 @@ def attention(
 
     Raises:
         ValueError: both ``documents`` and ``mask``, documents that do not cover the ``b * s`` positions, dropout with a
-            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, or documents that are not causal with a
-            window, a soft cap or sinks.
+            window, chunks, a soft cap or sinks, chunks with a ``BlockMask``, documents that are not causal with a
+            window, a soft cap or sinks, or several causal queries and another number of keys with a soft cap or sinks.
 
     Example:
         >>> q = k = v = torch.randn(1, 2, 3, 4)  # [b, s, n, h]
@@ -150,6 +150,11 @@ def attention(
         is_causal = False
         window = None
         chunk = None
+    if is_causal_row and num_queries != num_keys and (softcap is not None or sinks is not None):
+        # The kernel of rows with these options has no causal mask, which rows of equal lengths get as documents.
+        raise ValueError(
+            f"Causal attention of {num_queries} queries to {num_keys} keys with a soft cap or sinks needs a mask."
+        )
     if documents is None:
         # A window or chunk that covers the whole row masks nothing; without it, a kernel that has none can run.
         if window is not None and window >= num_keys:

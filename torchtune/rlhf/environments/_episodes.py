@@ -156,7 +156,7 @@ class Conversation:
             prompt_len=self.prompt_len,
             log_probs=torch.tensor(self.log_probs, dtype=torch.float32),
             finished=self.end == "completed",
-            mask=torch.tensor(self.mask, dtype=torch.bool),
+            mask=torch.tensor(self.mask, dtype=torch.bool),  # of an episode without a turn, an empty list
             images=self.images,
             end=self.end,
             reward=self.reward,
@@ -283,11 +283,14 @@ class Environments:
                 "say: set tokenizer.chat_template to a template for tools."
             )
         self.seconds = dict.fromkeys(("generate", "tools", "idle", "score"), 0.0)
-        self._closing: list[Task] = []  # of the environments of the last call
+        self._closing: list[Task] = []  # of the environments of the last call, which close while the model trains
         self._num_unclosed = 0
 
     def _inspect(self, build: Callable[[], Any]) -> Kind:
-        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards."""
+        """Build an environment once, and return what it is: its tools, their schemas, and whether it has rewards.
+
+        A wrong environment raises here, before the run begins; the one that was built is closed.
+        """
         try:
             environment = build()
         except Exception as error:
@@ -351,7 +354,7 @@ class Environments:
         self._converse(conversations, seeds, num_samples)
         # `_converse` adds the time in which it waits for tools to "idle".
         self.seconds["generate"] = time.monotonic() - begun - self.seconds["idle"]
-        self.seconds["idle"] += begun - started
+        self.seconds["idle"] += begun - started  # nothing is sampled while environments are reset, either
         ended = time.monotonic()
         self._score(conversations)
         self.seconds["score"] = time.monotonic() - ended
@@ -385,7 +388,7 @@ class Environments:
                 conversation.end = "completed"
                 continue
             seed = 0  # of greedy decoding, which has no seeds
-            if seeds is not None:
+            if seeds is not None:  # one per prompt, the same for all episodes of its group
                 seed = seeds[conversation.index // num_samples]
             tasks.append((conversation, Task(self._timeout, _reset_environment, conversation, seed)))
         # By prompt and observation: the episodes of a group share their images, which are read once.
@@ -403,6 +406,7 @@ class Environments:
             self._limit_or_end(conversation, conversation.tokens)
             if failure:
                 conversation.fail("environment_failed", failure)
+        # Also of episodes that have ended: each has a slot in the batch, for its first token.
         for conversation in conversations:
             conversation.start = list(conversation.tokens)
             conversation.prompt_len = len(conversation.tokens)
@@ -448,7 +452,8 @@ class Environments:
             temperature = sampler.temperature
         pending = _PendingTurns(len(conversations))
 
-        # The prompt of a group is prefilled once if the observations of its environments are equal.
+        # The prompt of a group is prefilled once if the observations of its environments are equal, in all groups: the
+        # number of samples per prompt holds for the whole batch. Rows have the same order either way.
         are_equal = True
         for conversation in conversations:
             group = conversation.index // num_samples
@@ -480,7 +485,7 @@ class Environments:
             tokens = sampled.tokens.tolist()
             log_probs = sampled.log_probs.tolist()
             for row, token, log_prob in zip(rows, tokens, log_probs, strict=True):
-                conversation = conversations[row % len(conversations)]
+                conversation = conversations[row % len(conversations)]  # see `_PendingTurns.row`
                 if conversation.end is not None:  # it ended before its first turn, but has a slot for one token
                     continue
                 conversation.append([token], [log_prob], is_sampled=True)
@@ -510,7 +515,7 @@ class Environments:
         for turn in pending.turns:
             if turn.due_step == pending.step + _STEPS_FOR_TOOLS:  # it ended in this step: keep its keys and values
                 conversation = turn.conversation
-                conversation.past = batch.past(pending.row(conversation, conversation.turns - 1))
+                conversation.past = batch.past(pending.row(conversation, conversation.turns - 1))  # of the last turn
         pending.step += 1
         requests: list[Request] = []
         started = time.monotonic()
@@ -530,23 +535,23 @@ class Environments:
                     past=conversation.past,
                 )
                 requests.append(request)
-            conversation.past = None
+            conversation.past = None  # frees the keys and values: a request has taken them, or the episode has ended
         self.seconds["idle"] += time.monotonic() - started
         return requests
 
     def _end_turn(self, conversation: Conversation, is_stopped: bool, due_step: int) -> "_PendingTurn | None":
         """Start the tools that a turn calls; return None if the episode has ended."""
         tokens = conversation.tokens[conversation.turn_start :]
-        conversation.history.append(Turn(tokens, [], []))
+        conversation.history.append(Turn(tokens, [], []))  # `_begin_next_turn` adds the calls and the replies
         if not is_stopped:
-            is_longest = len(tokens) == self._sampler.max_new_tokens
+            is_longest = len(tokens) == self._sampler.max_new_tokens  # else the limit was the rest of the context
             conversation.end = "max_tokens" if is_longest else "context"
             return None
         schemas = conversation.kind.schemas
         calls: list[ToolCall] = []
         mistake = None  # in the first wrong call
         if schemas:
-            text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+            text = self._tokenizer.decode(tokens, skip_special_tokens=False)  # which mark calls in some formats
             try:
                 calls = parse_calls(text, self._format, schemas)
             except CallError as error:
@@ -559,9 +564,11 @@ class Environments:
             if conversation.turns == self._max_turns:
                 conversation.end = "parse_error"
                 return None
+            # No call runs: each gets the error as its reply, or the turn does if it could not be parsed. The task only
+            # returns them, so that the episode continues after as many steps as after tools.
             replies = [f"Error: {mistake}."] * max(len(calls), 1)
             return _PendingTurn(due_step, conversation, calls, Task(self._timeout, lambda: (replies, False)))
-        if not calls:
+        if not calls:  # the turn is the answer
             conversation.end = "completed"
             return None
         conversation.calls += len(calls)
@@ -661,9 +668,13 @@ def _call(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any
 
 
 def _reset_environment(conversation: Conversation, seed: int) -> Any:
-    """Build and reset an environment; return the observation."""
+    """Build and reset an environment; return the observation: None, a text, or content parts of a message.
+
+    Raises:
+        TypeError: the environment returned something else.
+    """
     environment = conversation.kind.build()
-    conversation.environment = environment
+    conversation.environment = environment  # before `reset`, so that it is closed if `reset` fails
     parameters = inspect.signature(environment.reset).parameters
     arguments = dict(conversation.prompt.row)
     if "seed" in parameters:
@@ -678,7 +689,7 @@ def _reset_environment(conversation: Conversation, seed: int) -> Any:
         return reply_text(observation)  # unchanged; raises for lone surrogates
     if isinstance(observation, list):
         check_surrogates(observation)  # as reply_text does
-        (message,) = as_messages([{"role": "user", "content": observation}])
+        (message,) = as_messages([{"role": "user", "content": observation}])  # raises for invalid parts
         return message.content
     raise TypeError(f"reset returned a {type(observation).__name__}, not a text, a list of parts or None")
 

@@ -149,11 +149,11 @@ class Sessions:
         conversation = as_messages(messages)
         if any(message.contains_media for message in conversation):
             raise DataError("a message has an image, and only text is read")
-        sampled_turns = self._sessions.get(session, _Session()).turns
+        sampled_turns = self._sessions.get(session, _Session()).turns  # none of an unknown session, or of None
         conversation_hash = hashlib.sha256(json.dumps([model, list(tools)]).encode())
         # The last turn of the conversation that was sampled in this session, and the messages after it.
         last_turn = None
-        new_messages: list[Message] = []
+        new_messages: list[Message] = []  # none without such a turn
         for number, message in enumerate(conversation, 1):
             digest = _update_hash(conversation_hash, message)
             if digest in sampled_turns:
@@ -227,7 +227,7 @@ class Sessions:
             digest = _update_hash(begun.hash, as_messages([answer])[0])
             turn = _Turn(sample, len(sample.tokens), finished, calls or {})
             recorded.turns.setdefault(digest, turn)  # the first of several equal conversations is continued
-            while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:
+            while len(self._sessions) > 1 and self._num_tokens() > self._max_tokens:  # this session stays
                 least_recently_used = next(iter(self._sessions))
                 del self._sessions[least_recently_used]
                 self.num_forgotten += 1
@@ -285,7 +285,7 @@ def episodes_of(samples: Sequence[Mapping[str, Any]]) -> list[Episode]:
             for name, value in turn.items():
                 if name == "temperature":
                     temperatures.add(value)
-                elif value:
+                elif value and not (name == "top_p" and value >= 1):  # None, 0 and a top_p of 1 do not truncate
                     truncations[name] = value
     if truncations or len(temperatures) > 1 or 0 in temperatures:
         settings = [f"temperature {', '.join(map(str, sorted(temperatures)))}"]

@@ -108,7 +108,7 @@ def _definition(method: Callable[..., Any], name: str) -> dict[str, Any]:
         raise RolloutError(f"{tool} has a type hint that is not defined ({error}): import it.") from error
     properties = {}
     required = []
-    _, *arguments = inspect.signature(method).parameters.values()  # without self
+    _, *arguments = inspect.signature(method).parameters.values()  # without self, as `method` is of the class
     for argument in arguments:
         if argument.name not in hints:
             raise RolloutError(f"{tool} has no type hint for '{argument.name}': add one, such as {argument.name}: str.")
@@ -134,7 +134,7 @@ def _schema(hint: Any) -> dict[str, Any]:
             return {}
         return {**_schema(value_types[0]), "nullable": True}  # `_fits` then accepts null
     if origin is Literal:
-        return {**_schema(type(arguments[0])), "enum": list(arguments)}
+        return {**_schema(type(arguments[0])), "enum": list(arguments)}  # values of a Literal are of one type
     json_type = _JSON_TYPES.get(origin or hint)
     if json_type is None:
         return {}
@@ -177,7 +177,7 @@ def check_call(call: ToolCall, schemas: Schemas) -> str | None:
             return f"the tool '{call.name}' needs the argument '{name}'"
     for name in call.arguments:
         if name not in properties:
-            argument_names = ", ".join(properties) or "none"
+            argument_names = ", ".join(properties) or "none"  # so that the model can correct its call
             return f"the tool '{call.name}' has no argument '{name}', its arguments are {argument_names}"
     for name, value in call.arguments.items():
         if not _fits(value, properties[name]):

@@ -127,6 +127,8 @@ class Bridge:
         sketches = []
         for turn, text in zip(turns, texts, strict=True):
             sketches.append(_Sketch(turn.calls, turn.replies, has_reasoning=after_reasoning(text) != text))
+        # The reply to a turn without calls is a message of the user, before which a template may also omit the empty
+        # reasoning that the prompt has opened.
         if turns[-1].calls and not any(sketch.has_reasoning for sketch in sketches):
             return None
         # The same conversation with short texts shows which reasoning the template omits.
@@ -201,6 +203,8 @@ def _common_prefix(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
 def _conversation(turns: Sequence[_Sketch], others: Sequence[Message], *, with_calls: bool) -> list[Message]:
     """Return a question, assistant turns with the replies to them, and other messages; only the turns have labels.
 
+    The turns are short, because only the tokens between and around them are used.
+
     Without ``with_calls``, turns that call tools are texts, for chat templates that do not support tool calls.
     """
     messages = [_QUESTION]
@@ -216,7 +220,7 @@ def _conversation(turns: Sequence[_Sketch], others: Sequence[Message], *, with_c
         tool_calls = []
         results = []
         for number, (call, reply) in enumerate(zip(turn.calls, turn.replies, strict=True)):
-            call_id = f"call{number:05d}"
+            call_id = f"call{number:05d}"  # nine letters and digits, as Mistral's templates require
             function = {"name": call.name, "arguments": {}}
             tool_calls.append({"type": "function", "id": call_id, "function": function})
             extra = {"tool_call_id": call_id, "name": call.name}

@@ -112,7 +112,7 @@ class PreferenceLoss(AnswerLoss):
             TypeError: the number of arguments is wrong.
         """
         if outputs and isinstance(outputs[0], Tensor):
-            if len(outputs) % 2:
+            if len(outputs) % 2:  # an answer without its counterpart
                 raise TypeError(f"{type(self).__name__} takes log-probs of chosen and rejected answers, in pairs.")
             # Chosen and rejected answers of the policy, then of the reference.
             outputs = tuple(map(ChosenRejectedOutputs, outputs[::2], outputs[1::2]))

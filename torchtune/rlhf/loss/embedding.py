@@ -75,7 +75,7 @@ class InfoNCELoss(AnswerLoss):
             weights = list(matryoshka_weights)
         if len(weights) != len(dims):
             raise ValueError(f"matryoshka_weights has {len(weights)} weights for {len(dims)} matryoshka_dims.")
-        if min([*dims, *weights], default=1) <= 0:
+        if min([*dims, *weights], default=1) <= 0:  # the default is for no dimensions, which are valid
             raise ValueError("matryoshka_dims and matryoshka_weights must be above 0.")
         if texts_per_pass is not None and texts_per_pass < 1:
             raise ValueError(f"texts_per_pass is {texts_per_pass}: it must be at least 1.")
@@ -210,7 +210,7 @@ class InfoNCELoss(AnswerLoss):
                 "pooling_mode_mean_sqrt_len_tokens": False,
                 "pooling_mode_weightedmean_tokens": False,
                 "pooling_mode_lasttoken": self.pooling == "last",
-                "include_prompt": True,
+                "include_prompt": True,  # the mean is over the tokens of the instruction, too, as in training
             },
             "2_Normalize/config.json": {},
         }
@@ -224,11 +224,13 @@ class InfoNCELoss(AnswerLoss):
         ``retrieval/mrr``, the mean of 1 / rank. ``similarity/positive`` is the mean cosine of queries and positives.
         """
         self.check_batch(batch)
+        # `collate_embedding` puts the queries (role 0) first, then their positives in the same order, then negatives.
         num_queries = int((batch.per_document["role"] == 0).sum())
         queries = scores[:num_queries]  # [q, d]
-        counts = batch.per_document["counts"][:num_queries]  # [q]
+        counts = batch.per_document["counts"][:num_queries]  # [q], bool, False for fillers
         # The passages of all data-parallel ranks: ``first`` is the positive of this rank's first query.
         passages, first = self.dims.gather_over_data(scores[num_queries:])  # [c, d]
+        # Equal texts have equal digests: a copy of a query's positive must not be its negative.
         digests, _ = self.dims.gather_over_data(batch.per_document["digest"][num_queries:])  # [c]
         passage_counts, _ = self.dims.gather_over_data(batch.per_document["counts"][num_queries:])  # [c]
 
@@ -240,7 +242,7 @@ class InfoNCELoss(AnswerLoss):
         excluded = (is_copy | ~passage_counts) & ~is_target
 
         losses = torch.zeros_like(queries[:, 0])
-        width = scores.shape[1]
+        width = scores.shape[1]  # without matryoshka_dims, the whole embedding is the only one
         dims = self.matryoshka_dims or [width]
         weights = self.matryoshka_weights or [1.0]
         for dim, weight in zip(dims, weights, strict=True):

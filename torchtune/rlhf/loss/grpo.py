@@ -143,7 +143,7 @@ class GRPOLoss(TokenLoss):
             Losses ``[t]``, and detached metrics by name, ``[t]`` each.
         """
         weights = weights or {}
-        if not self.needs_rewards:
+        if not self.needs_rewards:  # on-policy distillation: the k1 divergence is added below
             advantages = torch.zeros_like(advantages)
         ce_weights = weights.get("ce", advantages > 0)  # before the k1 divergence changes the advantages
         if self.ratio == "sequence" or self.normalize == "sequences":
@@ -211,6 +211,8 @@ class GRPOLoss(TokenLoss):
         sampled = batch.per_token.get("sampled")
         is_first_pass = "old" not in batch.per_token  # the model has not been updated since sampling
         if is_first_pass:
+            # π_old is of the sampler; of the trainer if the sampler has none, or if an importance weight corrects the
+            # difference of the two.
             if sampled is None or self.importance_cap is not None:
                 batch["old"] = scores.detach()
             else:
@@ -242,7 +244,7 @@ class GRPOLoss(TokenLoss):
 
         total = losses.sum() + 0.0 * scores.sum()  # keeps the graph connected for a batch without labels
         if self.balance is not None:
-            num_terms = num_tokens
+            num_terms = num_tokens  # as :meth:`num_terms` counts them; a filler has none
             if self.normalize != "tokens":
                 num_terms = (batch.per_document["label_counts"] > 0).sum()
             total = self.balance.add_to(total, num_terms)

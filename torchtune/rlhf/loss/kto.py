@@ -135,10 +135,10 @@ class KTOLoss(AnswerLoss):
             if len(document) > longest:
                 document = document[:longest]
                 targets = targets[:longest]
-                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the target of the last token is truncated
+                targets[-1] = CROSS_ENTROPY_IGNORE_IDX  # the token that the last one predicts is truncated
             new_tokens.append(document)
             new_labels.append(targets)
-        device = tokens[0].device
+        device = tokens[0].device  # the host
         documents = Documents.from_lengths([len(document) for document in new_tokens], device)
         positions = documents.positions().to(device)
         mismatched = Batch(

@@ -106,11 +106,11 @@ class PPOLoss(TokenLoss):
             "value_loss": value_loss,
             "ratios": ratio,
             "clipfrac": clip_fraction,
-            "approx_policy_kl": 0.5 * log_ratios.square().mean(),
+            "approx_policy_kl": 0.5 * log_ratios.square().mean(),  # the k2 estimator
         }
-        if "is_first" in batch.per_document:
+        if "is_first" in batch.per_document:  # the policy has not changed since sampling
             means["policy/sampler_difference"] = log_ratios.abs().mean()
-        total = loss * num_tokens
+        total = loss * num_tokens  # a sum: the recipe divides by the labels of all ranks
         if self.balance is not None:
             total = self.balance.add_to(total, num_tokens)
         metrics = {}

@@ -66,7 +66,7 @@ class RerankLoss(AnswerLoss):
         The template is that of the dataset; a mixture of several templates has none.
         """
         templates = {part.pair_template for part in dataset.row_datasets()}
-        if len(templates) != 1 or None in templates:
+        if len(templates) != 1 or None in templates:  # no single template that would hold for all pairs
             return {}
         template = templates.pop()
         max_seq_len = getattr(tokenizer, "max_seq_len", None)
@@ -86,7 +86,7 @@ class RerankLoss(AnswerLoss):
             },
             "config_sentence_transformers.json": {
                 "model_type": "CrossEncoder",
-                "activation_fn": "torch.nn.modules.linear.Identity",
+                "activation_fn": "torch.nn.modules.linear.Identity",  # scores as in training, not through a sigmoid
                 "prompts": {},
                 "default_prompt_name": None,
             },
