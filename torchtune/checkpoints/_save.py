@@ -462,8 +462,8 @@ class Saver:
         The ranks write as many files at a time as there are ranks. After an exception, which is stored in ``failure``,
         the rounds continue, because the other ranks wait for this one.
         """
-        # File i of a batch is written by rank i: in each round, every rank receives one group. No variable here has the
-        # slices of a group: the caller frees them while this generator waits for the next round.
+        # File i of a batch is written by rank i: in each round, every rank receives one group. No variable here has its
+        # slices, so that _exchange can free them while this generator is suspended.
         for first in range(0, len(job.files), self._ranks.size):
             files = job.files[first : first + self._ranks.size]
             num_rounds = max(len(file.groups) for file in files)
