@@ -7,6 +7,7 @@ and inserts the slices of other ranks in memory, because network file systems an
 concurrent writes to one file.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -303,7 +304,7 @@ def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], rank
         # All at once, so that the host waits for the device once. Parts of a model may be on several devices.
         flags = torch.stack([is_finite.to(are_finite[0].device) for is_finite in are_finite]).tolist()
         broken = [checked_name for checked_name, is_finite in zip(checked_names, flags, strict=True) if not is_finite]
-    broken_on_any = sorted({broken_name for names in ranks.gather(broken) for broken_name in names})
+    broken_on_any = sorted(set(itertools.chain.from_iterable(ranks.gather(broken))))
     if broken_on_any:
         raise CheckpointError(
             f"{name}: {len(broken_on_any)} of {len(parameters)} trained parameters have values that are NaN or "

@@ -69,6 +69,7 @@ class FileFacts:
         calls: number of rows with tools or tool calls.
         empty: numbers of the rows with an answer that says nothing.
         problems: (line or row, reason) of rows that cannot be used.
+        undecoded: number of rows that are no mappings or cannot be decoded; they are problems and never inspected.
         copies: (row, earlier equal row) for every duplicate in the file, counted from 1.
         characters: number of characters of each inspected row.
         hashes: hash of a row -> number of the first row with it.
@@ -85,6 +86,7 @@ class FileFacts:
     calls: int = 0
     empty: list[int] = field(default_factory=list)
     problems: list[tuple[int, str]] = field(default_factory=list)
+    undecoded: int = 0
     copies: list[tuple[int, int]] = field(default_factory=list)
     characters: list[int] = field(default_factory=list)
     hashes: dict[int, int] = field(default_factory=dict)
@@ -358,6 +360,7 @@ def _read_rows(
             row_format = format_of(columns)
         except DataError as error:
             facts.problems.append((number, str(error)))
+            facts.undecoded += 1
             continue
         # All rows are compared; what takes longer is done for a sample.
         key = _hash_of(columns, row_format)
@@ -518,8 +521,7 @@ def report(facts: FileFacts) -> list[str]:
     """Return the report of a file as lines."""
     size = Path(facts.path).stat().st_size
     inspected = "all"
-    # Rows that cannot be decoded are problems and are never inspected.
-    if facts.read < facts.rows - len(facts.problems):
+    if facts.read < facts.rows - facts.undecoded:
         inspected = f"the first {facts.read:,}; --all looks into every row"
     lines = [f"{facts.path}: {facts.rows:,} rows, {size / 1e6:,.1f} MB (formats and sizes of {inspected})"]
     for row_format, count in facts.formats.most_common(5):

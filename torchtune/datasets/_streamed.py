@@ -200,6 +200,7 @@ class HubReader:
             if len(contents) == count:  # fewer rows: the end
                 next_position = [_plain(self._dataset.state_dict()), rows_before + count]
         except Exception as error:  # remote readers raise errors of a dozen packages
+            self._open = None  # an iterator that has raised is at its end: the next call would find no more rows
             raise DataError(
                 f"{self._source} can no longer be read after {rows_before:,} rows ({first_line(error)}): resume "
                 "the run when it can."

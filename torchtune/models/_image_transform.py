@@ -97,7 +97,7 @@ class ImageEncoder:
 
     def plan(self, image: Any) -> Plan:
         """Return sizes and number of tokens of an image or a video, from the header of its files."""
-        if isinstance(image, Video) and not self.processor.video_placeholder:
+        if isinstance(image, Video) and not self.processor.video_sourceholder:
             raise DataError("the model takes images, but no videos: give frames as images")
         return self.processor.plan(image_size(image))
 
@@ -172,7 +172,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
                 parts.append({"type": "image"})
             elif item["type"] == "video":
                 # As a text, the placeholder comes without the tokens that templates write around a video.
-                parts.append({"type": "text", "text": self.processor.video_placeholder})
+                parts.append({"type": "text", "text": self.processor.video_sourceholder})
             else:
                 parts.append({"type": "text", "text": self._control_tokens.hide(item["content"])})
         role = "tool" if message.role == "ipython" else message.role  # as templates call it
@@ -275,20 +275,20 @@ def image_text_transform(path: str, max_seq_len: int | None = None, **options: A
     # processor_config.json of transformers 5 nests the settings of the image processor.
     settings |= settings.get("image_processor", {})
     video_settings = settings.pop("video_processor", None)
-    video_place = f"{files[0]}: video_processor"
+    video_source = f"{files[0]}: video_processor"
     video_file = folder / "video_preprocessor_config.json"
     if video_file.is_file():
         video_settings = read_json(video_file, DataError)
-        video_place = str(video_file)
+        video_source = str(video_file)
     # First without videos, so that the error names the file of a setting that is not supported.
-    place = str(files[0])
+    source = str(files[0])
     try:
         processor = spec.image_processor(settings, config)
         if video_settings:
-            place = video_place
+            source = video_source
             processor = spec.image_processor({**settings, "video_processor": video_settings}, config)
     except DataError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{source}: {error}") from error
     if processor.merge != description.vision.merge or processor.patch_size != description.vision.patch_size:
         raise DataError(f"{folder}: {files[0].name} and config.json have patches of different sizes.")
     path = str(folder / "tokenizer.json")

@@ -445,3 +445,10 @@ def test_only_the_first_rows_are_inspected_unless_all_are_asked_for(tmp_path):
 def test_columns_of_queries_with_passages_are_named_where_they_are_not_the_usual_ones(row, reader):
     assert format_of(row).kind == "queries with passages (embedding)"
     assert format_of(row).reader.endswith(reader)
+
+
+def test_a_report_of_the_first_rows_says_so_beside_problems(tmp_path, tune, monkeypatch):
+    monkeypatch.setattr("torchtune.datasets._file_report.SAMPLE", 3)
+    turns_without_an_answer = {"messages": TURNS[:1]}
+    path = write(tmp_path / "rows.jsonl", {"messages": TURNS}, *[turns_without_an_answer] * 2, {"messages": TURNS})
+    assert "the first 3; --all looks into every row" in tune("data", "show", path).out

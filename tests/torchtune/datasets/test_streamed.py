@@ -5,6 +5,7 @@ import itertools
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from torchtune.datasets import (
     mixed_dataset,
     text_completion_dataset,
 )
+from torchtune.datasets._streamed import HubReader
 from torchtune.utils import close_run_logger, get_run_logger
 
 CAPACITY = 12
@@ -234,6 +236,24 @@ def test_error_while_streaming_names_file_and_line(tmp_path):
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(DataError, match="can no longer be read"):
         shrinking[2]
+
+
+def test_a_source_that_fails_once_is_read_again():
+    """A second read at the same position does not take the failure for the end of the rows."""
+    failures = [ConnectionError("no route to host")]
+
+    def generate():
+        for row_id in range(6):
+            if row_id == 3 and failures:
+                raise failures.pop()
+            yield {"id": row_id}
+
+    reader = HubReader(datasets.IterableDataset.from_generator(generate), "rows of the hub")
+    rows, position = reader.window(None, 2, None)
+    with pytest.raises(DataError, match="can no longer be read after 2 rows"):
+        reader.window(position, 2, None)
+    further_rows, position = reader.window(position, 4, None)
+    assert [row.content["id"] for row in [*rows, *further_rows]] == list(range(6))
 
 
 def test_rows_that_are_left_out_are_listed(tmp_path, tokenizer):
