@@ -516,7 +516,7 @@ def undecoded_records(rows: Any) -> Iterable[Any]:
     return rows
 
 
-def read_rows(rows: Any) -> Iterator[Mapping[str, Any] | DataError]:
+def decoded_rows(rows: Any) -> Iterator[Mapping[str, Any] | DataError]:
     """Yield the columns of each row, or the error with the reason why the row is broken.
 
     The error is yielded, not raised, so that the rows behind it are read.

@@ -18,7 +18,7 @@ from torchtune.data import (
     tools_entry,
 )
 from torchtune.datasets._bad_rows import BadRows
-from torchtune.datasets._data_files import location_of, read_rows
+from torchtune.datasets._data_files import decoded_rows, location_of
 from torchtune.datasets._processes import in_parts
 from torchtune.tokenizers import arrays_of, tool_options
 from torchtune.utils import sign_of_life
@@ -146,7 +146,7 @@ def check_rows(rows: Any, check: Any, bad: BadRows) -> list[Any]:
     def check_part(start: int, part: Any) -> tuple[list[Any], list[tuple[int, str]]]:
         notes = []
         reasons = []
-        for index, row in enumerate(read_rows(part), start):
+        for index, row in enumerate(decoded_rows(part), start):
             sign_of_life(f"row {index}")
             if isinstance(row, DataError):
                 reasons.append((index, str(row)))

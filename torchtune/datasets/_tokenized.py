@@ -20,7 +20,7 @@ from tqdm import tqdm
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, Conversation, DataError, ExampleDataset
 from torchtune.datasets._bad_rows import BadRows, report_left_out
 from torchtune.datasets._command_modes import ShardWritten, current_shard
-from torchtune.datasets._data_files import read_rows
+from torchtune.datasets._data_files import decoded_rows
 from torchtune.datasets._processes import in_parts
 from torchtune.datasets._row_cache import cache_entry
 from torchtune.datasets._row_source import RowSource
@@ -181,7 +181,7 @@ class RowTokenizer:
         for name in self._answers or ("rows",):
             columns |= {f"{name}.tokens": [], f"{name}.labels": [], f"{name}.label_weights": []}
         facts: dict[str, Any] = {"rows": 0, "numbers": [], "bad": [], "notes": [], "omitted": {}}
-        for index, row in enumerate(read_rows(rows), start):
+        for index, row in enumerate(decoded_rows(rows), start):
             sign_of_life(location(index))
             facts["rows"] += 1
             if isinstance(row, DataError):
