@@ -43,8 +43,8 @@ And back into a file:
 1. ``_checkpoint_store``: ``CheckpointStore.save`` describes all files before it writes any.
 2. ``_export``: ``export_model`` distributes groups among files, as ``WeightGroup`` objects without values.
 3. ``_save``: ``Saver.save`` goes through the groups: for each, it calls ``WeightGroup.compute_slices``, which computes
-   from the shard of this rank the slices of external tensors that it contributes, and sends them to the rank that
-   writes the file.
+   from the shard of this rank (``SaveView.shard``) the slices of external tensors that it contributes, and sends them
+   to the rank that writes the file (``FileWriter.write``).
 4. ``_directories``: ``new_directory`` gives the folder its name and its marker when all files are complete.
 
 Beside this way: ``_adapter`` and ``_adapter_settings`` (PEFT's layout), ``_small_files`` (config, tokenizer),

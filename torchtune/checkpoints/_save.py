@@ -294,7 +294,8 @@ def check_trained_finite(name: str, parameters: Mapping[str, torch.Tensor], rank
         if hasattr(values, "device_mesh"):
             values = values.to_local()  # each rank checks its shard
         is_plain = type(values) is torch.Tensor  # other classes of tensors may lack the operation
-        if is_plain and values.dtype in _CHECKED_DTYPES and values.numel():
+        is_unread = values.is_meta  # in its file until it is written, as nothing has trained it
+        if is_plain and not is_unread and values.dtype in _CHECKED_DTYPES and values.numel():
             # The extremes need no memory, unlike a mask of all values. Both are NaN if any value is.
             extremes = torch.stack(torch.aminmax(values))
             checked_names.append(parameter_name)

@@ -282,11 +282,24 @@ def test_sizes_that_transformers_does_not_take_from_a_gguf_file_are_named(tmp_pa
     assert tune(*command, "--no-check").code == 0
 
 
-def test_nan_logits_fail_the_check(runs, tmp_path, tune):
-    train(runs / "base", tmp_path / "run")
-    file = tmp_path / "run" / "adapter_model.safetensors"
+def fill_with_nan(file):
     save_file({name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(file).items()}, file)
+
+
+def test_nan_logits_fail_the_check(runs, tmp_path, tune):
+    base = shutil.copytree(runs / "base", tmp_path / "base")
+    train(base, tmp_path / "run")
+    fill_with_nan(base / "model.safetensors")
     assert tune("export", str(tmp_path / "run"), "--to", "adapter").code == 3
+
+
+def test_adapter_that_is_nan_is_not_exported(runs, tmp_path, tune):
+    train(runs / "base", tmp_path / "run")
+    fill_with_nan(tmp_path / "run" / "adapter_model.safetensors")
+    done = tune("export", str(tmp_path / "run"), "--to", "adapter", "--output", str(tmp_path / "out"))
+    assert done.code == 2
+    assert "trained parameters have values that are NaN or infinite, such as 'layers.0." in done.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_unchecked_export_says_why(runs, tmp_path, tune, monkeypatch):
