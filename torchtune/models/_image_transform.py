@@ -97,7 +97,7 @@ class ImageEncoder:
 
     def plan(self, image: Any) -> Plan:
         """Return sizes and number of tokens of an image or a video, from the header of its files."""
-        if isinstance(image, Video) and not self.processor.video_sourceholder:
+        if isinstance(image, Video) and not self.processor.video_placeholder:
             raise DataError("the model takes images, but no videos: give frames as images")
         return self.processor.plan(image_size(image))
 
@@ -172,7 +172,7 @@ class ImageTextTransform(ImageEncoder, HuggingFaceModelTokenizer):
                 parts.append({"type": "image"})
             elif item["type"] == "video":
                 # As a text, the placeholder comes without the tokens that templates write around a video.
-                parts.append({"type": "text", "text": self.processor.video_sourceholder})
+                parts.append({"type": "text", "text": self.processor.video_placeholder})
             else:
                 parts.append({"type": "text", "text": self._control_tokens.hide(item["content"])})
         role = "tool" if message.role == "ipython" else message.role  # as templates call it

@@ -318,13 +318,15 @@ def test_paths_that_cannot_be_written_are_refused_in_one_sentence(tune, tmp_path
         result = tune("cp", CONFIG, str(path))
         assert result.code == 2
         assert "choose another path" in result.err or "choose another output_dir" in result.err
-    (tmp_path / "recipe.txt").write_text("no recipe at all\n")
     (tmp_path / "c.yaml").write_text("a: 1\n")
-    result = tune("run", str(tmp_path / "recipe.txt"), "--config", str(tmp_path / "c.yaml"))
-    assert (result.code, result.err) == (
-        2,
-        f"error: {tmp_path}/recipe.txt, line 1: it is not valid Python: invalid syntax.\n",
-    )
+    for name, reason in (
+        ("recipe.py", ", line 1: it is not valid Python: invalid syntax."),
+        ("recipe.txt", " is not a recipe, which is a Python file: name a config after --config, rows in data=."),
+    ):
+        recipe = tmp_path / name
+        recipe.write_text("no recipe at all\n")
+        result = tune("run", str(recipe), "--config", str(tmp_path / "c.yaml"))
+        assert (result.code, result.err) == (2, f"error: {recipe}{reason}\n")
 
 
 @pytest.mark.parametrize("token", ["hun ter2", "hunter2\n", "hünter2", "hunter2"])
