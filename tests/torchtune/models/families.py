@@ -348,7 +348,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
 }
 
-# One row of each architecture: what is the same for all of them need not be seen of more.
+# One row of each architecture, the last one: what is the same for all of them need not be seen of more. A new row of an
+# architecture stands before those that it has.
 NAME_OF_ARCHITECTURE = {architecture: name for name, (architecture, _) in FAMILIES.items()}
 ARCHITECTURES = list(NAME_OF_ARCHITECTURE.values())
 # Rows that are also compared as classifiers: one for each architecture that transformers has them for.

@@ -61,6 +61,10 @@ def test_each_architecture_of_a_family_has_one_reader(family):
         assert len(families) == 1 or torchtune.models._spec._READERS.get(architecture) == reader.name, (
             f"torchtune/models/_spec.py: say in _READERS which of {', '.join(families)} reads '{architecture}'"
         )
+        # The logits of the reader alone are compared with transformers.
+        assert spec.weight_maps["hf"] is reader.weight_maps["hf"], (
+            f"torchtune/models/{family}: take the weight map of {reader.name}, which reads '{architecture}'"
+        )
 
 
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
