@@ -34,8 +34,8 @@ The way of a weight from its file into a model, in the order of the calls:
 6. ``_model_weights``: ``ModelWeights.allocate`` returns the slice of this rank, and the tensor to read it into, which
    for most weights is the shard of a parameter.
 7. ``torchtune.training.parallel._shards``: ``my_shard`` is the one place that asks a DTensor for its slice.
-8. ``_load`` again: ``WeightReader.read`` fills the tensor from the slices of external tensors, which
-   ``Group.external_slices`` lists and ``WeightFiles.read`` reads.
+8. ``_load`` again: ``WeightReader.read`` fills the tensor, by ``Group.read``, from the slices of external tensors
+   that ``WeightFiles.read`` reads.
 9. ``_model_weights`` again: ``ModelWeights.store_converted``, only for weights that are stored in another form.
 
 And back into a file:

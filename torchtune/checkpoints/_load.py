@@ -479,10 +479,7 @@ class WeightReader:
 
     def read(self, slices: Slices, target: torch.Tensor) -> None:
         """Read a slice of the weight into a tensor of its shape, from the slices of external tensors that form it."""
-        for external_slice in self.group.external_slices(self.name, slices, self.shapes):
-            external_name = self.group.external[external_slice.external]
-            value = self.files.read(external_name, external_slice.slices)
-            external_slice.fill(target, value)
+        self.group.read(self.name, slices, target, self.shapes, self.files.read)
 
 
 @dataclass(frozen=True, eq=False)
