@@ -32,7 +32,7 @@ from torchtune.utils import UserError
 _MAX_BYTES = 16 * 2**20  # of a request's body
 _MAX_DISCARDED = 1024  # reads, of at most 1 MiB, from a request that is refused
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-# Parameters that are read, with their types; those of any type here are checked where they are read.
+# Parameters that are read, with their types. A parameter of type object is checked where it is read.
 _READ = {
     "model": str,
     "messages": list,

@@ -329,7 +329,7 @@ def export(args: argparse.Namespace) -> None:
     if output.exists() and not is_export and not is_empty:
         raise UserError(f"--output: {output} is there already and is no export: name a new folder.")
     with FolderLock(output.parent, name=f".{output.name}.lock", key="--output").held():
-        clear_leftovers(output)  # of an export that was killed; the lock says that no other one is running
+        clear_leftovers(output)  # of a killed export: under the lock, no other export is running
         check = _write(trained, args, output)
     sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
     written = f"wrote       {output} ({len(sizes):,} files, {sum(sizes):,} bytes)"
@@ -585,7 +585,7 @@ def _require_agreement(check: Check, rounding: Any, *, is_quantized: bool) -> No
     differing = [name for name, difference in measured.layers.items() if not difference <= layer_limit]
     if is_quantized:
         kl_limit = torch.inf  # without the base, nothing tells how much KL divergence this quantization causes
-        if check.base is not None:  # a multiple of what the quantization alone causes, plus a margin
+        if check.base is not None:  # a multiple of the KL divergence of the quantized base, plus a margin
             kl_limit = _MAX_KL_RATIO * check.base.comparison.kl + _KL_MARGIN
         agrees = measured.comparison.kl <= kl_limit
     else:

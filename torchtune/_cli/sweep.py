@@ -342,7 +342,7 @@ class _Sweep:
         # The settings of every trial are checked before the first one starts.
         main = self._recipe.load_main()
         settings_of_trials = [load_and_check(self._config, self._overrides(trial), main) for trial in self._trials]
-        self._settings = settings_of_trials[0]  # for what the trials share: validation and device
+        self._settings = settings_of_trials[0]  # all trials have the same validation and device
         self._metric = self._choose_metric(options.metric)
         self._ray = None
         if options.ray:

@@ -424,7 +424,7 @@ def resume_candidates(output_dir: Path, *, is_only_place: bool) -> list[Path]:
         if not (path / MARKER).exists():
             continue
         if not complete and is_only_place:
-            read_marker(path)  # raises, and says what is damaged
+            read_marker(path)  # raises an error that names the damage
         get_logger().error(f"output_dir: {path / MARKER} is damaged: {path.name} does not count as a checkpoint.")
     if complete or not is_only_place:
         return complete[::-1]

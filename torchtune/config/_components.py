@@ -424,7 +424,7 @@ class _Uses:
             if node.id != name:
                 continue
             variables = self._assigned_variables(node, parents)
-            prepared |= variables - {name}  # without "kwargs = prepare(kwargs)", whose uses are those of kwargs
+            prepared |= variables - {name}  # after "kwargs = prepare(kwargs)", uses are still those of kwargs
             if not variables:
                 self._record_use(parents[node], parents.get(parents[node]))
 

@@ -115,7 +115,7 @@ def _content(image: Any) -> Iterator[bytes]:
         yield Path(image).expanduser().read_bytes()
     else:
         pixels = open_image(image)
-        yield repr(pixels.size).encode()  # tells images apart whose pixels are the same in another shape
+        yield repr(pixels.size).encode()  # images of other shapes may have the same bytes
         yield pixels.tobytes()
 
 

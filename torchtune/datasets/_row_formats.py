@@ -452,7 +452,7 @@ class ConversationToMessages(Transform):
             raise DataError(f"the row can be read in two ways: set {' or '.join(settings)}")
         if not readings:
             if self.conversation_column is not None:
-                return self.conversation_column, "openai"  # whose transform says what is wrong with the column
+                return self.conversation_column, "openai"  # the transform of that style names the mistake
             raise DataError(f"no column holds a conversation among {', '.join(map(repr, sample)) or 'none'}")
         return readings[0]
 
